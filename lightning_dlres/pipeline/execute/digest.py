@@ -1,4 +1,4 @@
-"""Fingerprint of a batch. Ranks compare it, so that they stop if they see different batches."""
+"""Digest of a batch, also called its fingerprint. Ranks compare it, and stop if it differs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from lightning_dlres.core.wire.payload import as_bytes
 from lightning_dlres.core.wire.tree import Tree, flatten
 
-# Tensors up to this size are read completely, larger ones as described at `digest`.
+# Largest tensor that is read completely, in bytes; larger ones are sampled, as `digest` describes.
 _WHOLE_BYTES = 1 << 20
+# Size and number of the blocks that are read from a larger tensor.
 _BLOCK_BYTES = 4096
 _BLOCKS = 256
 
@@ -20,20 +21,20 @@ _BLOCKS = 256
 def digest(tree: Tree) -> int:
     """Return a 32-bit fingerprint of structure, shapes, dtypes and contents.
 
-    Tensors up to 1 MiB are read byte by byte. Of larger ones the fingerprint covers the sum of
-    their 8-byte words, and 256 blocks of 4 KiB spread over them. A different shuffle or
-    augmentation changes it.
+    Tensors up to 1 MiB are read completely. For larger ones, the fingerprint covers the sum of all
+    8-byte words, and 256 blocks of 4 KiB that are spread evenly. So another shuffle or augmentation
+    changes it.
     """
     structure, tensors = flatten(tree)
     value = zlib.crc32(msgspec.msgpack.encode(structure))
     for tensor in tensors:
         data = as_bytes(tensor)
         value = zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), value)
-        value = _of_bytes(data, value)
+        value = _update_crc(data, value)
     return value
 
 
-def _of_bytes(data: Tensor, value: int) -> int:
+def _update_crc(data: Tensor, value: int) -> int:
     """Return the checksum `value` continued over flat uint8 data."""
     if data.numel() <= _WHOLE_BYTES:
         return zlib.crc32(data.cpu().numpy().tobytes(), value)

@@ -3,7 +3,8 @@
 These ranks are the same stage of every replica, and for tied parameters several stages. The loss is
 that of the global batch, so the gradient is the sum over replicas, not their mean. The gradients of
 a stage's own layers are sent in buckets as soon as backward has passed the layer, while earlier
-layers still run backward. Parameters that several stages hold follow when the stage is done.
+layers still run backward. The gradients of parameters that several stages hold are sent
+when backward is done.
 """
 
 from __future__ import annotations
@@ -23,19 +24,25 @@ from lightning_dlres.pipeline.execute.partition import Owners
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.stage.stage import GradientBuffer
 
-# Bytes from which a bucket takes no more parameters.
+# Size in bytes at which a bucket is full. Smaller buckets start earlier and take more messages.
 BUCKET_BYTES = 4 << 20
-# Process group of the ranks of some stages in all replicas, by these stages.
+# By stages, ascending: process group of the ranks of these stages in all replicas.
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
 def make_groups(
     plan: PipelinePlan, owners: Owners, timeout: Any
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return this rank's process groups, by stages: one for each single stage and for each set of
-    stages that hold the same parameter, if it has several ranks.
+    """Return the process groups of which this rank is a member, by stages.
 
-    Called by all ranks: torch needs all of them to make each group.
+    Each single stage has a group, and so has each set of stages that hold the same parameter. Each
+    group spans all replicas. There is none for a single rank, which has nothing to sum. Called by
+    all ranks: torch needs all of them to make each group.
+
+    Args:
+        plan: Plan of the run.
+        owners: Stages that hold each parameter.
+        timeout: Timeout of the groups, a `timedelta`.
     """
     groups = {}
     for stages in sorted(set(owners.values()) | {(stage,) for stage in range(plan.stages)}):
@@ -80,7 +87,7 @@ class GradientSync:
         timeout: Deadline in seconds.
         check: Called while waiting; raises if a rank is known to have failed.
         tracer: Records a span for every bucket.
-        bucket_bytes: Size from which a bucket takes no more parameters.
+        bucket_bytes: Size in bytes at which a bucket is full.
     """
 
     def __init__(
@@ -112,10 +119,11 @@ class GradientSync:
         held = set(first_position) | set(non_pipelined)
         shared = [p for p in owners if p in held and p not in unshared and owners[p] in groups]
         self._shared = [
-            _Bucket(key, 0, [p for p in shared if owners[p] == key and p.dtype == dtype])
-            for key in sorted({owners[p] for p in shared})
-            for dtype in sorted({p.dtype for p in shared if owners[p] == key}, key=str)
+            _Bucket(stages, 0, [p for p in shared if owners[p] == stages and p.dtype == dtype])
+            for stages in sorted({owners[p] for p in shared})
+            for dtype in sorted({p.dtype for p in shared if owners[p] == stages}, key=str)
         ]
+        # All-reduces in flight: bucket, its packed gradients, and the work to wait for.
         self._pending: list[tuple[_Bucket, Tensor, Any]] = []
         # Number of `_buckets` that were sent in this step.
         self._launched = 0
@@ -131,7 +139,7 @@ class GradientSync:
             self._launched += 1
 
     def finish(self, buffer: GradientBuffer) -> None:
-        """Send the other buckets, wait for all of them, and leave the sums in the buffer."""
+        """Send the remaining buckets, wait for all, and put the sums into the buffer."""
         self.layer_done(0, buffer)
         for bucket in self._shared:
             self._launch(bucket, buffer)
@@ -178,7 +186,7 @@ def _fill_buckets(
         parameters: Parameters to divide among the buckets.
         first_position: Position of the first layer with each parameter.
         stages: Stages that hold the parameters.
-        limit: Bytes from which a bucket takes no more parameters.
+        limit: Size in bytes at which a bucket is full.
     """
     buckets: list[_Bucket] = []
     for parameter in sorted(parameters, key=lambda p: -first_position[p]):

@@ -2,9 +2,9 @@
 
 These are `requires_grad` of parameters, and numbers, strings and flags of layers.
 
-A rank runs only a part of the step: up to the module's call, from the call on, or nothing. A change
-in the step would come too late for its layers, or happen on some ranks only. Hooks may change
-settings, because they run on all ranks.
+A rank runs only a part of the step: up to the module's call, from the call on, or nothing. So a
+change in the step would happen on some ranks only, or after the rank's layers have run. Hooks
+may change settings, because they run on all ranks.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class LayerSettings:
 
     Args:
         root: The LightningModule.
-        layers: The modules that stages run.
+        layers: Layers of the pipeline. Attributes are those of the layers' modules only, and
+            parameters those of the whole root.
     """
 
     def __init__(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
-        inside = {module for layer in layers for module in layer.modules()}
+        layer_modules = {module for layer in layers for module in layer.modules()}
         self._parameters = list(root.named_parameters())
-        self._modules = [item for item in root.named_modules() if item[1] in inside]
+        self._modules = [item for item in root.named_modules() if item[1] in layer_modules]
 
     def snapshot(self) -> SettingsSnapshot:
         """Return all settings now."""
@@ -50,8 +51,10 @@ class LayerSettings:
         return SettingsSnapshot(self.trainable(), attributes)
 
     def restore(self, before: SettingsSnapshot) -> str | None:
-        """Put all settings back, and return an error that names the first change; None without
-        one."""
+        """Put all settings back, and return an error message that names the first change.
+
+        None if nothing has changed.
+        """
         error = self.restore_trainable(before.trainable)
         for (path, module), old in zip(self._modules, before.attributes, strict=True):
             now = _plain_attributes(module)
@@ -70,8 +73,7 @@ class LayerSettings:
         return [parameter.requires_grad for _, parameter in self._parameters]
 
     def restore_trainable(self, trainable: Sequence[bool]) -> str | None:
-        """Put `requires_grad` of all parameters back, and return an error that names the first
-        change; None without one."""
+        """Put `requires_grad` of all parameters back; the result is as for `restore`."""
         error = None
         for (name, parameter), before in zip(self._parameters, trainable, strict=True):
             if parameter.requires_grad is not before:
@@ -81,8 +83,12 @@ class LayerSettings:
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    own = vars(module).items()
-    return {name: v for name, v in own if type(v) in _PLAIN_TYPES and name not in _TORCH_ATTRIBUTES}
+    attributes = vars(module).items()
+    return {
+        name: v
+        for name, v in attributes
+        if type(v) in _PLAIN_TYPES and name not in _TORCH_ATTRIBUTES
+    }
 
 
 def _change_error(setting: str) -> str:

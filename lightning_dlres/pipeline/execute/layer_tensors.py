@@ -1,8 +1,9 @@
-"""Tensors that layers make while they run, and that reach the step by another way than the
-module's output: through a forward hook, or as an attribute of a layer.
+"""Tensors that layers make, and that the step gets by another way than the module's output.
+
+Such a way is a forward hook, or an attribute of a layer.
 
 Layers run on their stage's rank, one micro-batch at a time. On the rank that computes the loss,
-such a tensor is missing, stale, or that of a single micro-batch.
+such a tensor is missing, stale, or that of a single micro-batch. So its use is an error.
 """
 
 from __future__ import annotations
@@ -22,26 +23,28 @@ class LayerTensors:
 
     def __init__(self) -> None:
         # By id(tensor): the tensor and the name of its layer.
-        self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._references: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._made)
+        return bool(self._references)
 
     def add(self, tensor: Tensor, layer: str) -> None:
         """Remember that a layer made a tensor."""
         # Parameters are left out: one with a weak reference cannot be moved to another device.
         if not isinstance(tensor, nn.Parameter):
-            self._made[id(tensor)] = (weakref.ref(tensor), layer)
+            self._references[id(tensor)] = (weakref.ref(tensor), layer)
 
     def layer_of(self, tensor: Tensor) -> str | None:
-        """Return the layer that made a tensor; None if none did."""
-        made = self._made.get(id(tensor))
+        """Return the name of the layer that made a tensor; None if no layer did."""
+        entry = self._references.get(id(tensor))
         # The id of a freed tensor may belong to another one now.
-        return made[1] if made is not None and made[0]() is tensor else None
+        return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def layer_within(self, values: Iterable[Any]) -> str | None:
-        """Return the layer that made one of the tensors among the arguments of an operation, which
-        may be nested in lists and tuples; None if none did."""
+        """Return the name of the layer that made a tensor among an operation's arguments.
+
+        Lists and tuples are searched, too. None if no layer made any of the tensors.
+        """
         for value in values:
             layer = None
             if isinstance(value, Tensor):
@@ -54,14 +57,14 @@ class LayerTensors:
 
     def detach_all(self) -> None:
         """Detach the tensors, as their graphs hold activations; forget those that were freed."""
-        alive = {key: made for key, made in self._made.items() if made[0]() is not None}
+        alive = {key: entry for key, entry in self._references.items() if entry[0]() is not None}
         for reference, _ in alive.values():
             tensor = reference()
             if tensor is not None:
                 # Torch cannot detach views in place.
                 with suppress(RuntimeError):
                     tensor.detach_()
-        self._made = alive
+        self._references = alive
 
 
 def layer_tensor_error(layer: str, where: str) -> UnsupportedStepError:

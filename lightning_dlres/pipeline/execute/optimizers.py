@@ -1,9 +1,9 @@
-"""Checks that an optimizer can run on stages, where each stage steps its own parameters.
+"""Checks that an optimizer can run on stages, and the device of its state.
 
-This is right only if the optimizer updates each parameter independently. One that computes a number
-over all parameters (LBFGS, D-Adaptation, Prodigy) would compute another number on every stage. A
-small trial decides, for optimizers of any origin: two parameters stepped together must move as each
-of them does alone.
+Each stage steps its own parameters. This is right only if the optimizer updates each parameter
+independently. One that computes a number over all parameters (LBFGS, D-Adaptation, Prodigy) would
+compute a different one on every stage. A small trial decides, for optimizers of any origin: two
+parameters stepped together must move as each of them does alone.
 """
 
 from __future__ import annotations
@@ -22,24 +22,29 @@ from lightning_dlres.pipeline.profile.optimizer_trials import NeedsClosure, step
 
 
 def require_separable(optimizer: Optimizer) -> None:
-    """Check that the optimizer updates each parameter independently; warn if a trial fails.
+    """Check that the optimizer updates each parameter independently.
+
+    A trial that raises another error decides nothing: the result is a warning.
 
     Raises:
-        ConfigError: If it does not.
+        ConfigError: If it does not, or needs a closure in every step.
     """
-    kind: Any = type(optimizer)
+    optimizer_class: Any = type(optimizer)
+    name = optimizer_class.__name__
     try:
         with forked(torch.device("cpu")):
-            separable = all(_is_separable(kind, options) for options in trial_options(optimizer))
+            separable = all(
+                _is_separable(optimizer_class, options) for options in trial_options(optimizer)
+            )
     except NeedsClosure:
         raise ConfigError(
-            f"{kind.__name__} needs a closure in every step, because it evaluates the loss over "
+            f"{name} needs a closure in every step, because it evaluates the loss over "
             "all parameters at once. A stage has only its own parameters. Use an optimizer that "
             "updates each parameter independently, such as AdamW or SGD."
         ) from None
     except Exception as error:
         warnings.warn(
-            f"A trial of {kind.__name__} failed ({type(error).__name__}: {error}), so it is not "
+            f"A trial of {name} failed ({type(error).__name__}: {error}), so it is not "
             "known if it updates each parameter independently. If it computes anything over all "
             "parameters, stages will disagree.",
             stacklevel=2,
@@ -47,7 +52,7 @@ def require_separable(optimizer: Optimizer) -> None:
         return
     if not separable:
         raise ConfigError(
-            f"{kind.__name__} computes something over all parameters at once. A stage has only its "
+            f"{name} computes something over all parameters at once. A stage has only its "
             "own parameters, so the stages would disagree. Use an optimizer that updates each "
             "parameter independently, such as AdamW or SGD."
         )
@@ -62,7 +67,7 @@ def require_owned(optimizer: Optimizer, known: Container[nn.Parameter], model: s
         model: Name of the model, for the error.
 
     Raises:
-        ConfigError: If some are not; they would get no gradient.
+        ConfigError: If some are not. The pipeline would compute no gradient for them.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     unknown_shapes = [tuple(p.shape) for p in parameters if p not in known]
@@ -76,15 +81,16 @@ def require_owned(optimizer: Optimizer, known: Container[nn.Parameter], model: s
 
 
 def require_dense(optimizer: Optimizer, summed: Container[nn.Parameter]) -> None:
-    """Check that an optimizer for sparse gradients only has no parameter whose gradient is summed
-    over ranks, which makes it dense.
+    """Check that an optimizer takes dense gradients if ranks sum gradients of its parameters.
+
+    Sums over ranks are dense, and SparseAdam takes sparse gradients only.
 
     Args:
         optimizer: Optimizer to check.
         summed: Parameters whose gradients are summed over ranks.
 
     Raises:
-        ConfigError: If it has one.
+        ConfigError: If it takes sparse gradients only, and has a parameter in `summed`.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, SparseAdam) and any(p in summed for p in parameters):
@@ -96,21 +102,23 @@ def require_dense(optimizer: Optimizer, summed: Container[nn.Parameter]) -> None
         )
 
 
-def _is_separable(kind: Any, options: dict[str, Any]) -> bool:
-    together = _trial(kind, options, [0, 1])
-    alone = [_trial(kind, options, [0])[0], _trial(kind, options, [1])[0]]
+def _is_separable(optimizer_class: Any, options: dict[str, Any]) -> bool:
+    together = _trial(optimizer_class, options, [0, 1])
+    alone = [_trial(optimizer_class, options, [0])[0], _trial(optimizer_class, options, [1])[0]]
     return all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
-def _trial(kind: Any, options: dict[str, Any], which: list[int]) -> list[Tensor]:
-    """Return two small parameters, or one of them, after a few steps with these options."""
-    parameters, _ = stepped(kind, options, which)
+def _trial(optimizer_class: Any, options: dict[str, Any], indices: list[int]) -> list[Tensor]:
+    """Return the trial parameters with these indices after a few steps; see `stepped`."""
+    parameters, _ = stepped(optimizer_class, options, indices)
     return [parameter.detach() for parameter in parameters]
 
 
 def set_state_device(optimizer: Optimizer, device: torch.device) -> None:
-    """Move an optimizer's state to a device, except scalar step counts: each optimizer has its own
-    device for these."""
+    """Move the state tensors that have their parameter's shape to a device.
+
+    Others, such as step counts, stay: each optimizer has its own device for these.
+    """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if (

@@ -17,12 +17,15 @@ BufferStates = list[tuple[nn.Module, str, Tensor]]
 
 
 def snapshot_buffers(layer: nn.Module, previous: BufferStates) -> BufferStates:
-    """Return copies of a layer's buffers; unchanged ones share their copy with `previous`."""
-    known = {(module, name): value for module, name, value in previous}
+    """Return copies of a layer's buffers.
+
+    A buffer that has not changed since `previous` reuses its copy there, to save memory.
+    """
+    previous_values = {(module, name): value for module, name, value in previous}
     states: BufferStates = []
     for module in layer.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            value = known.get((module, name))
+            value = previous_values.get((module, name))
             if value is None or value.shape != buffer.shape or not value.equal(buffer):
                 value = buffer.detach().clone()
             states.append((module, name, value))
@@ -30,10 +33,10 @@ def snapshot_buffers(layer: nn.Module, previous: BufferStates) -> BufferStates:
 
 
 @contextmanager
-def with_buffers(states: BufferStates) -> Iterator[None]:
-    """Context manager that replaces the buffers by copies of these values.
+def buffers_replaced(states: BufferStates) -> Iterator[None]:
+    """Context manager in which the modules have copies of these values as their buffers.
 
-    The buffers themselves are not written to, because an autograd graph may hold them.
+    The original buffers are not written to, because an autograd graph may hold them.
     """
     originals = [(module, name, getattr(module, name)) for module, name, _ in states]
     for module, name, value in states:

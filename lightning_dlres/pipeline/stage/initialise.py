@@ -14,30 +14,33 @@ def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
     """Give a parameter other data, on any device, and keep the Parameter object.
 
     Raises:
-        ConfigError: If a weak reference to the parameter, or a graph over it, prevents the swap.
+        ConfigError: If a weak reference to the parameter, or an autograd graph that uses it,
+            prevents the swap.
     """
     replacement = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
     # The swap exchanges class, attributes and hooks too, so the replacement needs the same ones.
     replacement.__class__ = class_on_holder(parameter)
     replacement.__dict__.update(parameter.__dict__)
+    # Only these types can require a gradient, and so have gradient hooks.
     if replacement.is_floating_point() or replacement.is_complex():
         copy_hooks(parameter, replacement)
+    # The gradient belongs to the old data, on the old device.
     parameter.grad = None
     try:
         torch.utils.swap_tensors(parameter, replacement)
     except RuntimeError as error:
         raise ConfigError(
             f"A parameter of shape {tuple(parameter.shape)} cannot be moved to another device: "
-            f"{error}. Before training nothing but the module may refer to it. Drop other "
-            "references, such as a compiled copy, or an optimizer or graph made by hand."
+            f"{error}. Drop other references to it, such as a compiled copy of the module, "
+            "or an optimizer or autograd graph made by hand."
         ) from error
 
 
 def initialise(module: nn.Module, device: torch.device, name: str) -> None:
-    """Give storage and values to the meta tensors of a module itself, not of its children.
+    """Give storage and values to the meta tensors of one module, without those of its children.
 
     Args:
-        module: Module; nothing is done if it has no meta tensors.
+        module: Module; one without meta tensors stays as it is.
         device: Device of the storage.
         name: Name of the module, for the error.
 

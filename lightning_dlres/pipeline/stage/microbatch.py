@@ -21,10 +21,10 @@ from lightning_dlres.core.wire.tree import Tree, flatten, tensors_of, unflatten
 def microbatch_sizes(samples: int, microbatches: int) -> list[int]:
     """Return the number of samples of each micro-batch, as even as possible, larger ones first.
 
-    None is empty: there are fewer micro-batches if there are fewer samples.
+    No micro-batch is empty: a batch with fewer samples than micro-batches gives one per sample.
 
     Raises:
-        ConfigError: If there are no samples, or no micro-batches are asked for.
+        ConfigError: If `samples` or `microbatches` is less than 1.
     """
     if samples < 1 or microbatches < 1:
         raise ConfigError(
@@ -35,38 +35,53 @@ def microbatch_sizes(samples: int, microbatches: int) -> list[int]:
     return [samples // count + (m < samples % count) for m in range(count)]
 
 
-def share(count: int, parts: int, part: int) -> range:
-    """Return the micro-batches of replica `part`, if `count` micro-batches are divided among
-    `parts` replicas: contiguous, and as evenly as possible."""
-    first = [p * (count // parts) + min(p, count % parts) for p in range(parts + 1)]
-    return range(first[part], first[part + 1])
+def share(microbatches: int, replicas: int, replica: int) -> range:
+    """Return the micro-batches of one replica.
+
+    The replicas divide the micro-batches of the batch as evenly as possible, each into a contiguous
+    range. The range is empty if there are fewer micro-batches than replicas.
+
+    Args:
+        microbatches: Number of micro-batches of the batch.
+        replicas: Number of replicas.
+        replica: Index of the replica.
+    """
+    whole, rest = divmod(microbatches, replicas)
+    first, end = (index * whole + min(index, rest) for index in (replica, replica + 1))
+    return range(first, end)
 
 
 def samples_in(tree: Tree) -> int | None:
-    """Return the number of samples: the leading dimension of the first tensor that has one, else
-    None."""
+    """Return the number of samples: the leading dimension of the first tensor that has one.
+
+    None if no tensor has a dimension.
+    """
     return next((t.shape[0] for t in tensors_of(tree) if t.dim() > 0), None)
 
 
 def cut(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
     """Return the inputs of a module as one tree per micro-batch.
 
-    Tensors whose leading dimension is the number of samples are cut. Everything else is the same in
-    every part.
+    Tensors whose leading dimension is the number of samples are cut, as views. Everything else is
+    the same in every part.
+
+    Args:
+        tree: Inputs for the whole batch.
+        sizes: Number of samples of every micro-batch.
     """
-    return _cut(tree, sizes, lists=False)
+    return _cut(tree, sizes, with_lists=False)
 
 
 def cut_batch(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
     """Return a loader's batch as one batch per micro-batch.
 
-    Tensors are cut as by `cut`. A list or tuple without tensors, with one element per sample, is
-    cut too.
+    Tensors are cut as by `cut`. A list or tuple with one element per sample, such as file names, is
+    cut too, unless an element contains a tensor.
     """
-    return _cut(batch, sizes, lists=True)
+    return _cut(batch, sizes, with_lists=True)
 
 
-def _cut(tree: Tree, sizes: Sequence[int], lists: bool) -> list[Tree]:
+def _cut(tree: Tree, sizes: Sequence[int], with_lists: bool) -> list[Tree]:
     samples, starts = sum(sizes), [sum(sizes[:m]) for m in range(len(sizes))]
     structure, tensors = flatten(tree)
     parts = []
@@ -74,8 +89,10 @@ def _cut(tree: Tree, sizes: Sequence[int], lists: bool) -> list[Tree]:
         pieces = [
             t.narrow(0, start, size) if t.dim() and t.shape[0] == samples else t for t in tensors
         ]
-        shape = _cut_lists(structure, samples, start, size) if lists else structure
-        parts.append(unflatten(shape, pieces))
+        part_structure = structure
+        if with_lists:
+            part_structure = _cut_lists(structure, samples, start, size)
+        parts.append(unflatten(part_structure, pieces))
     return parts
 
 
@@ -86,6 +103,7 @@ def _cut(tree: Tree, sizes: Sequence[int], lists: bool) -> list[Tree]:
 
 
 def _cut_lists(node: list[Any], samples: int, start: int, size: int) -> list[Any]:
+    """Return the structure with its lists and tuples cut; see `cut_batch`."""
     tag, content = node[0], node[-1]
     if tag in ("l", "u") and isinstance(content, list):
         if len(content) == samples and not any(_holds_tensor(child) for child in content):
@@ -124,7 +142,7 @@ def join(parts: Sequence[Tree], sizes: Sequence[int]) -> Tree:
     if len(parts) == 1:
         return parts[0]
     structures, tensors = zip(*(flatten(part) for part in parts), strict=True)
-    # Structures are compared as bytes, because a NaN in them equals itself only there.
+    # Compare structures as bytes: a NaN in them does not equal itself as a Python object.
     if len({msgspec.msgpack.encode(structure) for structure in structures}) > 1:
         raise UnsupportedStepError(
             "The pipelined module returns different structures for different micro-batches. "

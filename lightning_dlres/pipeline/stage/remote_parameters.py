@@ -1,10 +1,11 @@
 """Remote parameters and buffers: those that another stage holds.
 
 They are on the meta device and have no storage. On the CPU, torch lets an operation mix meta and
-real tensors: its result is uninitialised memory. So remote tensors have a class of their own, which
-checks every operation on them. An operation that mixes the two is an error, in every hook, callback
-and thread. Operations on shapes are allowed. Writing to a remote tensor is allowed too, because the
-rank that holds it does the same write. The checks do not slow down operations on other tensors.
+real tensors, and returns uninitialised memory. So remote tensors have a class of their own, which
+checks every operation on them. An operation that mixes remote and real tensors raises an error, in
+every hook, callback and thread. Operations on shapes are allowed. Writing to a remote tensor is
+allowed too, because the rank that holds it does the same write. The checks do not slow down
+operations on other tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from lightning_dlres.core._compat import without_subclasses
 from lightning_dlres.core.errors import UnsupportedStepError
 
-# Operations on one tensor, which cannot mix tensors and are not checked. They are the most frequent
-# ones, since optimizers read the gradient of every parameter.
+# Operations that need no check, because they take one tensor and read no values. They are the most
+# frequent ones, since optimizers read the gradient of every parameter.
 _UNCHECKED = frozenset(("__get__", "size", "dim", "numel", "requires_grad_", "detach"))
 
 # Matches torch's errors about operations that need the values of a meta tensor.
@@ -39,8 +40,8 @@ class RemoteTensor(Tensor):
 class RemoteParameter(nn.Parameter):
     """A parameter of another stage. It has no gradient.
 
-    Optimizers read `grad` and `is_meta` several times in every step. Class constants are read
-    ten times as fast as torch's own attributes of a subclass.
+    `grad` and `is_meta` are class constants for speed: optimizers read them several times in every
+    step, and torch's own attributes of a subclass are ten times as slow.
     """
 
     grad: Any = None
@@ -88,12 +89,12 @@ def remote_buffer(buffer: Tensor) -> Tensor:
 
 
 def _checked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operation.
+    """Return the result of an operation that has a remote tensor among its arguments.
 
     Raises:
         UnsupportedStepError: If the operation needs the values of a remote tensor.
     """
-    # Without this the calls below would call `__torch_function__` again, without end.
+    # Otherwise the calls below would enter `__torch_function__` again, in an endless recursion.
     with without_subclasses():
         name = getattr(function, "__name__", "?")
         if name in _UNCHECKED:
@@ -111,7 +112,7 @@ def _checked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _only_writes(name: str, args: tuple[Any, ...]) -> bool:
-    """Return True if the operation does nothing but change a remote tensor in place."""
+    """Return True if the operation only changes a remote tensor in place."""
     in_place = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
     return in_place and bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
 

@@ -1,9 +1,9 @@
 """The computation of one stage: its layers forward and backward, one micro-batch at a time.
 
 Layers run in *runs* of consecutive layers. Each run has an autograd graph of its own, which is cut
-at the run's inputs. A run is a single layer where something must happen between layers: the layer
-is recomputed, or gradients are synchronised while earlier layers still run backward. Otherwise a
-run is as long as possible, since every cut takes 0.1 to 0.2 ms for each micro-batch.
+at the run's inputs. A run is a single layer if something must happen at its border: the layer is
+recomputed, or its gradients are sent while earlier layers still run backward. Otherwise a
+run is as long as possible, since every cut costs 0.1 to 0.2 ms for each micro-batch.
 
 A recomputed layer keeps only its inputs. Before its backward it runs again, with the random state
 and the buffers of its first run, so that the gradients are the same to the bit.
@@ -24,8 +24,8 @@ from lightning_dlres.core.rng import derive_seed, forked, seed_device
 from lightning_dlres.core.wire.tree import Structure, Tree, flatten, unflatten
 from lightning_dlres.pipeline.stage.buffer_states import (
     BufferStates,
+    buffers_replaced,
     snapshot_buffers,
-    with_buffers,
 )
 
 Layer = Callable[[Tree], Tree]
@@ -50,12 +50,11 @@ class _RunRecord:
 
 
 class _Identity(torch.autograd.Function):
-    """The identity. Autograd refuses in-place operations on a leaf, but allows them on the outputs
-    of this function."""
+    """Identity whose outputs in-place operations may change; autograd refuses them on a leaf."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # An unused output then has no gradient, instead of one of zeros.
+        # An unused output then gets None as its gradient, instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
@@ -65,8 +64,10 @@ class _Identity(torch.autograd.Function):
 
 
 def inplace_safe_aliases(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return aliases of leaves (same storage) that in-place operations may change. Gradients flow
-    to the leaves."""
+    """Return aliases of leaves that in-place operations may change.
+
+    They share the storage of the leaves, and gradients flow to the leaves.
+    """
     safe: tuple[Tensor, ...] = _Identity.apply(*leaves)  # type: ignore[no-untyped-call]
     return safe
 
@@ -80,9 +81,9 @@ class Stage:
         first_layer: Index of the first layer in the whole model. It is part of every layer's random
             seed, so that randomness does not depend on the split.
         device: Device of the stage.
-        context: Returns a context manager for every forward, such as that of mixed precision.
+        context: Factory of the context manager around every forward, such as autocast.
         recomputed: Modules of the recomputed layers, by position in this stage.
-        by_layer: True if `layer_done` of `backward` must be called for every single layer.
+        by_layer: True makes every layer a run, so that `backward` calls `layer_done` after each.
     """
 
     def __init__(
@@ -161,12 +162,12 @@ class Stage:
         return inputs
 
     def recompute(self, microbatch: int) -> None:
-        """Run the recomputed layers again, to make their graphs."""
+        """Run the recomputed layers again, to make their graphs; `backward` does it if needed."""
         seed = self._seeds[microbatch]
         with forked(self._device), self._context():
             for run, record in zip(self._runs, self._records[microbatch], strict=True):
                 if record.outputs is None:
-                    with with_buffers(record.buffers):
+                    with buffers_replaced(record.buffers):
                         safe = _inplace_safe_tree(record.structure, record.inputs)
                         outputs = self._run_layers(run, safe, seed, microbatch)
                     _, record.outputs = flatten(outputs)
@@ -178,8 +179,9 @@ class Stage:
         buffer: GradientBuffer,
         layer_done: Callable[[int], None] | None = None,
     ) -> list[Tensor | None]:
-        """Run the layers backward and return the gradient of every input tensor; None for inputs
-        that need none.
+        """Run the layers backward and return the gradient of every input tensor.
+
+        It is None for inputs that need no gradient, or to which none flows.
 
         Args:
             microbatch: Index that was given to `forward`.
@@ -236,14 +238,15 @@ class Stage:
     ) -> tuple[Tree, _RunRecord]:
         """Return the detached output of a recomputed layer, and a record without its graph.
 
-        Autograd makes the graph nevertheless, because it shows which outputs need a gradient. The
-        graph is dropped at once.
+        Autograd records the run nevertheless, because only the graph shows which outputs need a
+        gradient. The graph is freed on return.
         """
         position = run.start
         structure, tensors = flatten(inputs)
         leaves = [_detached(tensor) for tensor in tensors]
         arguments = leaves
-        # A layer that works in place would overwrite the inputs of its second run.
+        # A layer that works in place would overwrite the inputs of its second run. So give it a
+        # copy, also in its first run, which shows if it does.
         if self._changes_inputs.get(position, True):
             arguments = [
                 leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves
@@ -299,8 +302,8 @@ def _backward(
         return [None] * len(record.inputs)
     outputs, output_gradients = zip(*pairs, strict=True)
     with buffer.as_grad(parameters):
-        # With `inputs`, autograd accumulates no gradient in tensors outside of the run. But it then
-        # looks up every node, which costs time. So omit it if there are no such tensors.
+        # `inputs` keeps autograd from accumulating gradients in leaves outside of the run. But
+        # autograd then looks up every node, which costs time. So omit it without such leaves.
         inputs = None if known_leaves_only else [*input_leaves, *parameters]
         torch.autograd.backward(outputs, output_gradients, inputs=inputs)
     return [leaf.grad for leaf in record.inputs]
@@ -335,13 +338,15 @@ class GradientBuffer:
         # be slow here: every micro-batch looks up every parameter.
         self._sums: dict[int, Tensor] = {}
         self._parameters: dict[int, nn.Parameter] = {}
-        # Parameters whose sum is a tensor made here, so that it may be added to in place.
+        # By id(parameter): parameters whose sum only this buffer holds, so that `add` may change it
+        # in place.
         self._owned: set[int] = set()
+        # `storage_id` of every tensor that became a sum since `pop_new_storages`.
         self._new_storages: set[int] = set()
 
     @property
     def gradients(self) -> Gradients:
-        """The sums."""
+        """Sum of each parameter's gradients; without parameters that have none."""
         return {self._parameters[key]: total for key, total in self._sums.items()}
 
     @contextmanager
@@ -379,7 +384,7 @@ class GradientBuffer:
             self._owned.add(id(parameter))
 
     def put(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Make this tensor the parameter's sum."""
+        """Replace the parameter's sum by this tensor."""
         self._sums[id(parameter)], self._parameters[id(parameter)] = total, parameter
         self._new_storages.add(storage_id(total))
 
@@ -395,5 +400,5 @@ class GradientBuffer:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return a number that is equal for tensors that share storage."""
+    """Return a number that is equal for strided tensors that share storage."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
