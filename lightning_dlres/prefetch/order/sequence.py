@@ -21,9 +21,9 @@ from lightning_dlres.core.compiled import compiled
 from lightning_dlres.core.errors import ConfigError, got_expected
 
 Tail = Literal["drop", "pad", "uneven"]
-# Sample ids.
+# uint32[n], indices of samples in the data set.
 SampleIds = NDArray[np.uint32]
-# Most samples of a data set. Ids are saved in 32 bits, one of which is reserved for other uses.
+# Maximum number of samples in a data set. A sample id has 32 bits, one of which is reserved.
 MOST_SAMPLES = 2**31 - 1
 
 _WORD_MASK = 2**64 - 1
@@ -52,7 +52,7 @@ class ShardSpec:
         samples: Number of samples in the epoch.
         consumed: Number of samples that all ranks together have trained on before.
         ranks: Number of ranks that share the rest.
-        batch: Samples in one batch of a rank.
+        batch: Number of samples in one batch of a rank.
         tail: Treatment of samples that do not fill a batch of every rank. "drop": they are left
             out, so that all batches are full. "pad": samples from the start of the epoch are added
             until all ranks have the same number; the last batch may be smaller. "uneven": nothing

@@ -24,7 +24,7 @@ class Reply:
 
     Attributes:
         fetch_id: The id that the fetch was submitted with.
-        data: uint8, the samples one behind the other; or the error, if they could not be read.
+        data: uint8, the samples, concatenated; or the error, if they could not be read.
     """
 
     fetch_id: int
@@ -48,7 +48,7 @@ class Storage(ABC):
 
     def __init__(self) -> None:
         self.on_reply, self.note = _ignore, ""
-        # Appended to by any thread, emptied by one: `deque` needs no lock for that.
+        # Any thread appends, one thread removes. `deque` needs no lock for that.
         self._replies: deque[Reply] = deque()
 
     @abstractmethod

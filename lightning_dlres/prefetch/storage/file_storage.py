@@ -26,11 +26,11 @@ from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
 # Seconds between two tries of a read; the pause doubles after each try.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
-# Seconds that a fetch is given beyond its timeout. A read that fails shortly after the timeout has
-# an error of its own, which says more than that the read hangs.
+# Seconds beyond the timeout before a fetch counts as hanging. A read that fails shortly after the
+# timeout gives an error that says more.
 GRACE = 2.0
 # A fetch counts as having waited for the storage if its thread gave up the processor at least once
-# in this many files. Fewer times are waits for the interpreter's lock.
+# in this many files. If it did so more rarely, it waited for the interpreter's lock.
 _FILES_PER_WAIT = 4
 
 
@@ -103,10 +103,10 @@ class FileStorage(Storage):
         return super().replies()
 
     def _fail_hanging(self) -> None:
-        """Fail fetches whose read hangs, as reads from a dead file server do: nothing ends them.
+        """Fail fetches whose read hangs. Reads from a dead file server may never end.
 
-        A fetch that no thread has started fails only if all threads hang, which shows in no reply
-        for as long.
+        A fetch that no thread has started fails only if all threads hang. This is the case if no
+        reply has come for the same time.
         """
         latest = time.monotonic() - self._timeout - GRACE
         with self._lock:
@@ -132,7 +132,7 @@ class FileStorage(Storage):
         with self._lock:
             fetch = self._pending.pop(reply.fetch_id, None)
             self._last_reply = time.monotonic()
-        # A read that hung may end after its fetch has failed: each fetch gets one reply.
+        # A read that hung may end after its fetch has failed. Each fetch gets only one reply.
         if fetch is not None:
             self._reply(reply)
 
@@ -148,8 +148,8 @@ class FileStorage(Storage):
         try:
             switches = _voluntary_switches()
             data = self._read(sample_ids)
-            # Voluntary switches only: other threads that push this one off the processor say
-            # nothing about the storage.
+            # Count voluntary switches only. A thread that is pushed off the processor does not
+            # wait for the storage.
             switches = _voluntary_switches() - switches
             self.has_waited = switches >= len(sample_ids) / _FILES_PER_WAIT
             self._finish(Reply(fetch_id, data))
@@ -164,7 +164,8 @@ class FileStorage(Storage):
 
     def _first(self, sample_ids: SampleIds) -> str:
         key = self.table.key(int(sample_ids[0]))
-        return f"sample {key!r} or one of {len(sample_ids) - 1} after it"
+        others = len(sample_ids) - 1
+        return f"sample {key!r}{f' or one of {others} requested with it' if others else ''}"
 
 
 def open_files(
@@ -207,7 +208,7 @@ def read_in_time(
 
 
 def _voluntary_switches() -> int:
-    """Return how often this thread has given up the processor to wait.
+    """Return the number of times that this thread has given up the processor to wait.
 
     Systems without counts for threads give the count of the whole process.
     """

@@ -15,7 +15,9 @@ _NOT_CLASSES = ("", ".", "..")
 
 
 def parse_labels(labels: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the given classes; () for "folder", whose classes are read later; None for no labels.
+    """Return the names of the classes of the argument `labels`.
+
+    They are () for "folder", whose classes are read later, and None for no labels.
 
     Raises:
         ConfigError: If the value is none of these.
@@ -58,9 +60,9 @@ def class_names(table: SampleTable, source: str) -> tuple[str, ...]:
         name = class_of(table.key(sample_id))
         if name is None:
             raise ConfigError(
-                "labels='folder' needs every sample in a folder of its class, got sample "
-                f"{table.key(sample_id)!r} of {source}. Move it into one, or leave it out with "
-                "extensions."
+                "With labels='folder' every sample must be in a folder of its class, got sample "
+                f"{table.key(sample_id)!r} of {source}. Move it into a folder, or leave it out "
+                "with extensions."
             )
         names[folder] = name
     return tuple(sorted(names.values()))

@@ -27,7 +27,7 @@ from lightning_dlres.prefetch.storage.url_files import UrlFiles, is_web
 PACKS = "samples-*-of-*.bin"
 # Endings of text files that list samples.
 _LISTING_ENDINGS = (".txt", ".tsv")
-# Most seconds that listing a URL may take. A web server with millions of files takes minutes.
+# Timeout of listing a URL, in seconds. A web server with millions of files takes minutes.
 LONGEST_LISTING_SECONDS = 900.0
 # Seconds between two reports of the progress of listing a URL.
 _REPORT_SECONDS = 1.0
@@ -244,7 +244,7 @@ def _open_listing(
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a text. Only a newline ends a line: file names may have all other
+    """Return the lines of a text. Only a newline ends a line, because file names may have the other
     characters at which `str.splitlines` splits, even a carriage return."""
     lines = text.split("\n")
     if lines[-1] == "":
@@ -256,8 +256,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _require_finished_store(keys: Sequence[str], name: str) -> None:
-    """Raise if a folder without a manifest has packs: it is an unfinished store, and its packs are
-    not samples."""
+    """Raise an error if a folder without a manifest has packs. Then it is an unfinished store,
+    whose packs are no samples."""
     packs = [key for key in keys if fnmatch(key, PACKS)]
     if packs:
         raise ConfigError(
@@ -302,7 +302,7 @@ def _open_url(
     extensions: tuple[str, ...],
     options: Mapping[str, Any],
 ) -> Reader | str:
-    """Return the reader of a URL, or the path that it means on this host."""
+    """Return the reader of a URL; or a path, if the URL is that of a path on this host."""
     # Imported here because it takes a while, and only URLs need it.
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
@@ -365,7 +365,8 @@ def _files_by_key(system: Any, root: str, prefix: str) -> dict[str, tuple[str, i
         # at the end.
         if info["type"] != "file" or path == root or path.endswith("/"):
             continue
-        # Names with a dot first are hidden. Links with "?" only sort a web server's page.
+        # Names that begin with a dot are hidden. On a web server's page, a link that begins with
+        # "?" sorts the page and is no file.
         if "/." not in f"/{key}" and not (web and key.startswith("?")):
             files_by_key[_web_key(key) if web else key] = path, info.get("size")
     # A marker without a slash is an empty object with the name of a folder that has other files.
@@ -377,7 +378,7 @@ def _files_by_key(system: Any, root: str, prefix: str) -> dict[str, tuple[str, i
 
 
 def _web_key(quoted: str) -> str:
-    """Return the file name of a link of a web page, so that keys are those of the served folder."""
+    """Return the key of a link on a web page: the file name that the server has quoted."""
     try:
         key = unquote(quoted, errors="strict")
     except UnicodeDecodeError:
@@ -389,7 +390,7 @@ def _web_key(quoted: str) -> str:
 def _call_with_reports(
     call: Callable[[], _Result], name: str, report_progress: ReportProgress | None
 ) -> _Result:
-    """Return the result of a call, and report once a second that it is still running.
+    """Return the result of a call, and report its progress about once a second.
 
     Without reports, the processes that wait for the result would time out.
 

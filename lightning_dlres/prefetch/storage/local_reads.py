@@ -31,7 +31,7 @@ _close = ExternalFunction("close", int32(int32))
 
 
 def read_whole(paths: Sequence[str], sizes: Lengths) -> tuple[Bytes, Lengths]:
-    """Read whole files, one behind the other.
+    """Return the contents of whole files, concatenated, and the number of bytes read of each.
 
     The data is valid only if every count equals its size.
 
@@ -41,7 +41,7 @@ def read_whole(paths: Sequence[str], sizes: Lengths) -> tuple[Bytes, Lengths]:
 
     Returns:
         Data, uint8[sum of sizes], and counts, int64[n], of the bytes that were read. A count is one
-        more than its size for a file that has grown, and -1 for a file that cannot be read.
+        more than its size for a file that has grown, and -1 for a file that cannot be opened.
     """
     names = bytearray(os.fsencode("\0".join(paths)))
     names.append(0)
@@ -53,7 +53,7 @@ def read_whole(paths: Sequence[str], sizes: Lengths) -> tuple[Bytes, Lengths]:
 def read_parts(
     descriptors: NDArray[np.int32], starts: Lengths, sizes: Lengths
 ) -> tuple[Bytes, Lengths]:
-    """Read parts of open files, one behind the other.
+    """Return parts of open files, concatenated, and the number of bytes read of each.
 
     Args:
         descriptors: int32[n], the open files.
@@ -61,7 +61,7 @@ def read_parts(
         sizes: int64[n], in bytes.
 
     Returns:
-        Data and counts as of `read_whole`; here a count is never more than its size.
+        Data and counts as `read_whole` returns them, but a count is never more than its size.
     """
     data, counts = _allocate(sizes)
     _read_parts(descriptors, starts, sizes, data, counts)
@@ -69,23 +69,23 @@ def read_parts(
 
 
 def _allocate(sizes: Lengths) -> tuple[Bytes, Lengths]:
-    # One byte more, to detect that the last file has grown. An extra byte of another file goes
-    # where the next file's data begins, which then overwrites it.
+    # One byte more, to detect that the last file has grown. An extra byte of any other file is
+    # overwritten by the data of the next file.
     return buffer_pool.get(int(sizes.sum()) + 1), np.empty(len(sizes), dtype=np.int64)
 
 
 class BufferPool:
-    """Memory that is used again once all arrays and other views of it are gone.
+    """Pool of buffers. A buffer returns to the pool once all arrays and other views of it are gone.
 
     Fresh memory costs a page fault for every 4 KiB, which takes longer than the copy into it.
 
     Args:
-        most: Largest number of free buffers that are kept.
+        most: Maximum number of free buffers in the pool.
     """
 
     def __init__(self, most: int = 8) -> None:
-        # Buffers are taken and returned by any thread, and returned by the garbage collector too.
-        # It may run while this thread holds a lock, so there is none; `deque` needs none.
+        # Any thread takes and returns buffers. The garbage collector returns them, too, even in a
+        # thread that is inside `get`. A lock would then deadlock; `deque` needs none.
         self._free: deque[Bytes] = deque(maxlen=most)
 
     def get(self, length: int) -> Bytes:

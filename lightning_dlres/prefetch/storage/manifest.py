@@ -27,13 +27,13 @@ from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES
 
 # Name of the manifest in the folder of a store.
 MANIFEST = "manifest.dlres"
-# Most packs of a store. A pack is a file with many samples.
+# Maximum number of packs of a store. A pack is a file with many samples.
 MOST_PACKS = 1 << 16
-# Most bytes of all samples of a data set, so that sums of sizes fit into int64.
+# Maximum bytes of all samples of a data set, so that sums of sizes fit into int64.
 _MOST_BYTES = 1 << 60
 _FORMAT, _VERSION = "dlres-store", 2
 _HEADER_BYTES, _CHECKSUM_BYTES = 512, 4
-# Bytes of the keys that are decoded at a time, to check that they are UTF-8.
+# Number of bytes of the keys that the check for UTF-8 decodes at a time.
 _DECODED_BYTES = 1 << 24
 
 

@@ -27,13 +27,14 @@ from lightning_dlres.prefetch.order.sequence import SampleIds
 from lightning_dlres.prefetch.storage.local_reads import read_parts, read_whole
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 
-# Most bytes of one `pread` call. Linux reads less than 2 GiB per call.
+# Maximum bytes of one `pread` call. Linux reads less than 2 GiB per call.
 _MOST_PREAD_BYTES = 1 << 30
 # `Reader.content_digest` hashes the first _PROBE_BYTES bytes of _PROBES samples, evenly spread.
 _PROBES, _PROBE_BYTES = 16, 1 << 16
-# Most files that stay open: the smaller of a number and the 1/n-th part of the process's limit.
+# Maximum number of files that stay open: _MOST_OPEN, or 1/_OPEN_FRACTION of the process's limit of
+# open files if that is less.
 _MOST_OPEN, _OPEN_FRACTION = 256, 4
-# Most files that one read opens at once beside those that stay open.
+# Maximum number of files that one read opens at once beside those that stay open.
 _MOST_TEMPORARY = 8
 
 
@@ -88,7 +89,7 @@ class Files(ABC):
         """
 
     def read_joined(self, pieces: PieceArrays) -> NDArray[np.uint8] | None:
-        """Return pieces, one behind the other, in newly allocated memory; None to use `read`.
+        """Return pieces, concatenated, in memory that only the caller uses; None to use `read`.
 
         None means that a piece cannot be read, or that this access cannot read several pieces at
         once. In both cases call `read`, which returns the error if there is one.
@@ -194,9 +195,9 @@ class Reader:
     Args:
         table: Keys, sizes and checksums.
         files: Access to the files.
-        paths: Paths of the packs, sample i being in pack i mod their number; or paths of the
-            samples' own files.
-        packed: True if the paths are those of packs.
+        paths: With `packed`, the paths of the packs; sample i is in pack i mod len(paths).
+            Otherwise the path of each sample's file.
+        packed: True if the source is a store, whose packs hold many samples each.
         note: Line to print about the source, such as about links that were left out; "" for none.
     """
 

@@ -46,7 +46,7 @@ def open_source(config: SourceConfig) -> Reader:
 def source_classes(config: SourceConfig) -> tuple[str, ...]:
     """Return the folders that the samples of a source lie in, in alphabetical order.
 
-    It opens the source: it lists the files, or gets the list from a storage.
+    This opens the source, and lists its files or gets the list from a storage.
 
     Raises:
         ConfigError: If there is no such source, or a sample lies in no folder.

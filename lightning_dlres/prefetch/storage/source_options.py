@@ -17,8 +17,8 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 Extensions = str | Sequence[str] | None
 StorageOptions = Mapping[str, Any] | str | Path | None
 
-# Least characters of a text that is hidden in messages. Shorter texts are hardly secrets, and
-# hiding them would garble the messages.
+# Minimum length, in characters, of a text that is hidden in messages. Shorter texts are hardly
+# secrets, and hiding them would garble the messages.
 _SHORTEST_SECRET = 4
 
 

@@ -1,4 +1,4 @@
-"""Writer of the files of a store. At any moment a whole store is in the directory.
+"""Writer of the files of a store. If it is interrupted at any time, an earlier store stays whole.
 
 The packs are written first, under names that no other store has. Then the new manifest, which names
 them, replaces the old one. The old packs are removed last.
@@ -60,16 +60,16 @@ class StoreWriter:
         self._packs, self._id = packs, uuid.uuid4().hex[:12]
         if not overwrite and self._manifest.exists():
             raise ConfigError(
-                f"The directory of a new store must have none, got {directory} with a store that "
-                "is already there. Overwrite it, or pass another directory."
+                f"directory must have no store unless overwrite is True, got {directory} with a "
+                "store. Overwrite it, or pass another directory."
             )
         if not overwrite and any(directory.glob(PACKS)):
             raise ConfigError(
-                f"The directory of a new store must have none, got {directory} with a part of a "
-                "store that was not finished. Overwrite it, or pass another directory."
+                f"directory must have no store unless overwrite is True, got {directory} with an "
+                "unfinished store. Overwrite it, or pass another directory."
             )
         self._keys: list[str] = []
-        self._sizes, self._sums = array("q"), array("L")
+        self._sizes, self._checksums = array("q"), array("L")
         self._files: list[BinaryIO] = []
         self._stack = contextlib.ExitStack()
 
@@ -78,8 +78,8 @@ class StoreWriter:
             self._directory.mkdir(parents=True, exist_ok=True)
             if not stack.enter_context(locked_if_possible(self._directory / _LOCK)):
                 raise ConfigError(
-                    "The directory of a new store must have no other process that writes into it, "
-                    f"got {self._directory}. Wait for it, or pass another directory."
+                    "directory must have no other process that writes a store into it, got "
+                    f"{self._directory}. Wait for that process, or pass another directory."
                 )
             # First free the space that the files of a killed process take.
             self._clean()
@@ -102,14 +102,14 @@ class StoreWriter:
             raise self._unwritable(error) from error
         self._keys.append(key)
         self._sizes.append(len(data))
-        self._sums.append(zlib.crc32(data))
+        self._checksums.append(zlib.crc32(data))
 
     def commit(self, encoding: str) -> SampleTable:
         """Replace the old store by the new one and return its table."""
         table = SampleTable.build(
             self._keys,
             np.array(self._sizes, dtype=np.int64),
-            list(self._sums),
+            list(self._checksums),
             encoding=encoding,
             packs=self._packs,
             packs_id=self._id,

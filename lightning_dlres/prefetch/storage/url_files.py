@@ -15,8 +15,8 @@ _Result = TypeVar("_Result")
 # whole process: two file systems may share a file object below them (an archive in memory, an
 # archive inside a cached archive), and with it the file position.
 _SERIAL_LOCK = threading.RLock()
-# Most requests of one read that a web server gets at once. A small server drops connections that
-# come faster than it accepts them; their clients notice only after seconds.
+# Maximum number of requests that one read sends to a web server at once. A small server drops
+# connections that come faster than it accepts them, and the client notices only after seconds.
 _WEB_REQUESTS = 4
 
 

@@ -41,15 +41,15 @@ def put(
         directory: Directory of the store; made if it is missing.
         packs: Number of pack files; sample i goes into pack i mod `packs`.
         overwrite: True to replace an existing store.
-        encode: Function that turns an item of a data set into bytes; None if items are bytes.
+        encode: Function that turns an item of the data set into bytes; None if items are bytes.
         encoding: Name of the format of these bytes, see `SampleTable`.
         progress: Called with the number of samples written so far, and of all samples.
         on_note: Called with the reader's line for users, if there is one; see `Reader`.
         source_arguments: Further arguments of `open_reader`.
 
     Raises:
-        ConfigError: If the source cannot be read, or the directory has a store already or cannot
-            be written to. An existing store is left as it was.
+        ConfigError: If the source cannot be read, if the directory has a store and `overwrite` is
+            False, or if it cannot be written to. An existing store is left as it was.
         StorageError: If a sample cannot be read.
     """
     target = Path(directory).expanduser()

@@ -69,7 +69,7 @@ def test_put_writes_any_map_style_data_set(tmp_path: Path) -> None:
     assert [table.key(n) for n in range(3)] == ["0", "1", "2"]
     samples = open_reader(tmp_path).read(np.arange(3, dtype=np.uint32))
     assert [bytes(data) for data in samples] == [b"one", b"", b"three"]
-    with pytest.raises(ConfigError, match="already there"):
+    with pytest.raises(ConfigError, match="must have no store unless overwrite is True"):
         put([b"x"], tmp_path)
     put([b"x"], tmp_path, overwrite=True)
     assert len(open_reader(tmp_path).table) == 1

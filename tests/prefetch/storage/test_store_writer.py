@@ -120,7 +120,7 @@ def test_an_unfinished_first_store_is_replaced_only_with_overwrite(tmp_path: Pat
     put(OLD, tmp_path)
     (tmp_path / MANIFEST).unlink()
     (tmp_path / "samples-of-mine.bin").write_bytes(b"x")
-    with pytest.raises(ConfigError, match="a part of a store that was not finished"):
+    with pytest.raises(ConfigError, match="with an unfinished store"):
         put(NEW, tmp_path)
     assert len(names(tmp_path)) == 2
     put(NEW, tmp_path, overwrite=True)

@@ -1,1 +1,1 @@
-"""Storage nodes: servers that send many samples in one reply, and the storage that asks them."""
+"""Storage nodes: servers that send many samples in one reply, and the storage that uses them."""

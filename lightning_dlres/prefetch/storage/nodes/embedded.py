@@ -1,4 +1,4 @@
-"""Storage backend of nodes inside of the cache's process, over a source of this host."""
+"""Storage backend of nodes inside the cache's process, which read a source of files."""
 
 from __future__ import annotations
 

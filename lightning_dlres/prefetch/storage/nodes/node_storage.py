@@ -41,9 +41,9 @@ from lightning_dlres.prefetch.storage.nodes.protocol import (
 from lightning_dlres.prefetch.storage.readers import checksum_error
 from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
-# Rows of the table that are requested at once.
+# Number of rows of the table in one request.
 _TABLE_ROWS = 1 << 18
-# Seconds to wait at the start for a node whose samples another node has, too.
+# Seconds to wait at the start for nodes whose samples other nodes have, too.
 _WELCOME_SECONDS = 2.0
 # Seconds between two rounds of attempts; the pause doubles after each round.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
@@ -70,13 +70,13 @@ class _NodeFetch:
     Attributes:
         fetch_id: The id of `Storage.submit`.
         node: Node that has the samples; the next nodes have their replicas.
-        missing_ids: uint32[n], samples that have not come yet; they follow those of `pieces`.
+        missing_ids: uint32[n], samples that have not arrived yet; they follow those of `pieces`.
         deadline: Time at which the fetch fails, in seconds of `time.monotonic`.
         tries: Number of attempts that have failed.
-        pieces: Samples that have come, in order.
+        pieces: Samples that have arrived, in order; each element is the data of one answer.
         reasons: Reasons of the failed attempts.
-        lost: Nodes that cannot serve the samples, such as after a file was deleted, with the
-            reasons. They are not asked again.
+        lost: Reason of each node that cannot serve the samples, such as after a file was deleted,
+            by the node's index. These nodes get no further attempts.
     """
 
     fetch_id: int
@@ -169,8 +169,8 @@ class NodeStorage(Storage):
         return f"storage node {node} ({self._endpoints[node]})"
 
     def _greet(self) -> tuple[SampleTable, set[int]]:
-        """Say hello to every node and get the table from one; return it, and the nodes that have
-        answered."""
+        """Send a hello to every node and get the table from one. Return the table, and the nodes
+        that have answered."""
         start = time.monotonic()
         clients = [self._client(node) for node in range(self.nodes)]
         welcomes: dict[int, protocol.Welcome] = {}
@@ -324,11 +324,11 @@ class NodeStorage(Storage):
             self._attempt(fetch, pause)
 
     def _reply_or_request_rest(self, fetch: _NodeFetch) -> None:
-        """Reply to a fetch whose samples have all come, else request the rest."""
+        """Reply to a fetch whose samples have all arrived, else request the rest."""
         if not len(fetch.missing_ids):
             self._reply(Reply(fetch.fetch_id, _join(fetch.pieces)))
             return
-        # Samples have come, so the rest gets a deadline of its own.
+        # Samples have arrived, so the rest gets a new deadline.
         fetch.deadline = time.monotonic() + self._timeout
         if not self._closed:
             self._attempt(fetch)
@@ -372,7 +372,7 @@ class NodeStorage(Storage):
     def _timeout_error(self, fetch: _NodeFetch) -> StorageError:
         advice = "Check that the node runs and can be reached"
         if self._replicas == 1:
-            advice += "; with replicas=2 another node is asked"
+            advice += ", or use replicas=2, so that another node can send the samples"
         return StorageError(
             f"{self._describe(fetch)} did not come from {self._name(fetch.node)} within "
             f"{format_seconds(self._timeout)}; the last of {fetch.tries} attempts: "

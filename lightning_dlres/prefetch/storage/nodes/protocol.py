@@ -2,16 +2,16 @@
 
 Each message is one frame of `core.wire.endpoint`:
 
-- "hello" is answered by "welcome" (`Welcome`): the data set, and the place of the node.
+- "hello" is answered by "welcome" (`Welcome`), which describes the data set and the node.
 - "table" (`TableRows`) is answered by "table": these rows, in the format of a store's manifest.
-- "get" (sample ids, uint32, little-endian) is answered by "data": the samples one behind the other.
-  If another try may help, the answer is "failed" (text). If a file is gone or has another size, it
-  is "lost" (text). Each answer has the sequence number of the request.
+- "get" (sample ids, uint32, little-endian) is answered by "data": the samples, concatenated. If the
+  read fails and another try may help, the answer is "failed" (text). If a file is gone or has
+  another size, the answer is "lost" (text).
 - Anything else is answered by "failed".
 
-An answer holds at most `REPLY_BYTES`, or a single sample. It may therefore be only the beginning of
-the requested samples; the client requests the rest again. So a request costs a node a bounded
-amount of memory, whatever it asks for.
+Each answer has the sequence number of its request. An answer holds at most `REPLY_BYTES`, or a
+single sample. It may therefore hold only the first of the requested samples; then the client
+requests the rest again. So the answer to any request takes a bounded amount of a node's memory.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from lightning_dlres.core.wire.endpoint import Client, Message
 from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES, SampleIds
 
 VERSION = 5
-# Most bytes of an answer, unless it is a single sample that is larger.
+# Maximum bytes of an answer, unless it is a single sample that is larger.
 REPLY_BYTES = 64 << 20
-# Most samples of a "get"; four bytes each.
+# Maximum number of samples in a "get". Their ids have four bytes each.
 REQUEST_SAMPLES = 1 << 16
-# Most bytes of a request, and of what an answer has beside its samples.
+# Maximum bytes of a request, and of an answer without its samples.
 MESSAGE_BYTES = 1 << 20
 HELLO, WELCOME, TABLE, GET = "hello", "welcome", "table", "get"
 DATA, FAILED, LOST = "data", "failed", "lost"
-# Seconds after which the thread looks at its state even if no message comes.
+# Longest wait for a message, in seconds. Then the thread checks for other events.
 _LONGEST_WAIT = 1.0
-# Seconds for which a node that did not answer is avoided if a replica can be asked. An answer, even
-# a late one, ends them.
+# Seconds for which requests avoid a node that did not answer, if another node has the samples, too.
+# An answer of the node, even a late one, ends this time.
 _SUSPECT_SECONDS = 10.0
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_SAMPLES)]
@@ -85,9 +85,12 @@ def pack_sample_ids(sample_ids: SampleIds) -> bytes:
 
 
 def samples_in_reply(sizes: NDArray[np.int64]) -> int:
-    """Return the number of samples, of those with these sizes in bytes, that one answer holds.
+    """Return the number of samples in the answer to a "get".
 
-    Both sides compute it, so that an answer need not say which samples it has.
+    Client and node compute it alike, so that an answer need not list its samples.
+
+    Args:
+        sizes: int64[n], sizes of the requested samples in bytes.
     """
     ends = np.cumsum(sizes)
     return max(1, int(np.searchsorted(ends, REPLY_BYTES, side="right")))
@@ -112,8 +115,8 @@ def unpack_sample_ids(payload: bytes, samples: int, peer: str) -> SampleIds:
     sample_ids = np.frombuffer(payload, dtype="<u4").astype(np.uint32, copy=False)
     if int(sample_ids.max()) >= samples:
         raise ProtocolError(
-            f"{peer} asked for sample_id {int(sample_ids.max())}, expected less than {samples}. "
-            "Let it read the same data set."
+            f"{peer} requested sample_id {int(sample_ids.max())}, expected less than {samples}. "
+            "Use the same data set on both sides."
         )
     return sample_ids
 
@@ -124,11 +127,11 @@ CheckWelcome = Callable[[Welcome], str | None]
 
 @dataclass(frozen=True)
 class RequestFailure:
-    """Reason for which an attempt gave no answer.
+    """Failure of an attempt.
 
     Attributes:
-        text: The reason.
-        is_final: True if the node will not have the samples at another attempt either.
+        text: Reason of the failure.
+        is_final: True if every further attempt at this node would fail, too.
     """
 
     text: str
@@ -144,10 +147,10 @@ class RequestAttempt:
 
     Attributes:
         payload: Payload of a "get".
-        start: Time before which it is not sent.
-        until: Time at which it has failed.
-        context: Request and node, for the owner of the connection.
-        sent: Time at which it was sent.
+        start: Earliest time to send the request.
+        until: Time at which the attempt fails if no answer has come.
+        context: Fetch and index of the node. Only the owner of the connection uses them.
+        sent: Time at which the request was sent; 0 before.
     """
 
     payload: bytes
@@ -160,11 +163,11 @@ class RequestAttempt:
 class NodeConnection:
     """Connection to a node, with a thread of its own.
 
-    It sends requests and reports how each attempt ended, also if the node is silent, gone, or sends
-    invalid messages.
+    It sends requests and reports the outcome of each attempt, also if the node is silent, gone, or
+    sends invalid messages.
 
     Args:
-        client: Connected client. From now on only this connection's thread uses it.
+        client: Connected client, which belongs to this connection from now on.
         name: Name of the node, for errors.
         on_outcome: Called in this connection's thread with every attempt and its outcome.
         is_reachable: True if the node has answered before.
@@ -183,7 +186,7 @@ class NodeConnection:
         self._is_reachable, self._suspect_until = is_reachable, 0.0
         self._check_welcome = check_welcome
         # State of the present connection: the sequence number of its hello, and the answer to it.
-        # Neither welcomed nor refused: no answer has come yet.
+        # If the client is neither welcomed nor refused, no answer has come yet.
         self._hello_sequence, self._is_welcomed = -1, False
         self._refusal: RequestFailure | None = None
         self._client, self._name, self._on_outcome = client, name, on_outcome
@@ -217,7 +220,7 @@ class NodeConnection:
             try:
                 message = self._client.receive(self._pause())
             except ProtocolError as error:
-                # An invalid message does not show its request: all that were sent have failed.
+                # An invalid message does not show its request, so fail all that were sent.
                 self._fail_sent(str(error))
                 message = None
             if message is not None and message.kind == WELCOME:

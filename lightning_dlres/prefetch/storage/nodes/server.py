@@ -1,9 +1,9 @@
 """Storage node: server that sends samples, many in one reply.
 
 One thread serves the socket, and a few others read samples. A node may be killed and started again
-at any time: it keeps no state of clients but their requests in flight. Clients are served in turn,
-and a request is read only once there is room for its reply. So a client that asks for much, or
-reads slowly, takes a bounded amount of memory and delays no other.
+at any time, because it keeps no state of clients except their requests in flight. Clients are
+served in turn, and samples are read only once there is room for the reply. So a client that
+requests many samples, or receives slowly, takes a bounded amount of memory and delays no other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_dlres.core.errors import (
 )
 from lightning_dlres.core.host.service import start_service
 from lightning_dlres.core.units import parse_seconds
-from lightning_dlres.core.wire.endpoint import Message
+from lightning_dlres.core.wire.endpoint import Message, protocol_error
 from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.core.wire.outbox import Outbox, SendPatience
 from lightning_dlres.core.wire.server import Server, SocketLimits
@@ -46,7 +46,7 @@ _BUSY_SECONDS = 0.02
 _LIMITS = SocketLimits(
     message_bytes=protocol.MESSAGE_BYTES, unread_bytes=32 << 20, connections=1024, queued=256
 )
-# Most requests of one client that wait for their turn.
+# Maximum number of requests of one client that wait for their turn.
 _MOST_WAITING = 1024
 
 
@@ -70,8 +70,8 @@ class _ReadTask:
 class StoreNode:
     """Server of the samples of a source, as one of N nodes; it runs in a thread until `close`.
 
-    Every node can serve all samples of its source. Its index decides which of them clients request
-    from it.
+    Every node can serve all samples of its source. Clients choose the node of a sample by the
+    node's index.
 
     Args:
         reader: Reader of the source.
@@ -81,7 +81,7 @@ class StoreNode:
         read_threads: Number of requests that are read at once.
         emulate_delay: Seconds, or text such as "5ms", by which each request is delayed; for
             benchmarks.
-        patience: Limits for clients that read slowly; None for the default.
+        patience: Limits for clients that receive slowly; None for the default.
 
     Raises:
         ConfigError: If a value is out of range, or the address cannot be bound.
@@ -164,15 +164,15 @@ class StoreNode:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            busy = bool(self._outbox.nbytes)
-            message = self._server.receive(_BUSY_SECONDS if busy else _POLL_SECONDS)
+            has_unsent = bool(self._outbox.nbytes)
+            message = self._server.receive(_BUSY_SECONDS if has_unsent else _POLL_SECONDS)
             if message:
                 self._handle(message)
             while self._done:
                 task, kind, payload = self._done.popleft()
                 self._num_reading -= 1
                 if not self._outbox.reply(task.message, task.nbytes, kind, payload):
-                    # The client is gone: others must not wait until its requests are read.
+                    # The client is gone. Drop its requests, so that others do not wait for them.
                     self._waiting.pop(task.message.peer, None)
             self._outbox.release_sent_and_drop_slow()
             self._start_reading()
@@ -186,9 +186,7 @@ class StoreNode:
             elif message.kind == protocol.GET:
                 self._enqueue(self._samples_task(message))
             else:
-                raise ProtocolError(
-                    f"{message.peer} sent {message.kind!r}, expected hello, table or get."
-                )
+                raise protocol_error(message.peer, f"{message.kind!r}", "hello, table or get")
         except ProtocolError as error:
             self._server.refusals.note(error)
             self._answer(message, protocol.FAILED, text_of(error).encode())
@@ -197,7 +195,7 @@ class StoreNode:
         rows = message.decode(protocol.TableRows)
         samples = len(self._reader.table)
         if not 0 < rows.count <= samples - rows.first:
-            raise ProtocolError(f"{message.peer} sent {rows}, expected rows of {samples} samples.")
+            raise protocol_error(message.peer, f"{rows}", f"rows within {samples} samples")
         return _ReadTask(message, protocol.REPLY_BYTES, rows=rows)
 
     def _samples_task(self, message: Message) -> _ReadTask:
@@ -218,7 +216,8 @@ class StoreNode:
         tasks.append(task)
 
     def _start_reading(self) -> None:
-        """Start to read requests whose replies have room, one of each client in turn."""
+        """Start to read the samples of requests whose replies have room, one request of each client
+        in turn."""
         for peer in list(self._waiting):
             if self._num_reading >= self._read_threads:
                 return
@@ -232,7 +231,7 @@ class StoreNode:
                 del self._waiting[peer]
 
     def _run_task(self, task: _ReadTask) -> None:
-        """Read a request; runs in a reading thread."""
+        """Read the samples or rows of a request; runs in a reading thread."""
         try:
             if task.rows is not None:
                 kind, payload = protocol.TABLE, self._read_rows(task.rows)
@@ -249,7 +248,7 @@ class StoreNode:
         self._server.interrupt()
 
     def _read_rows(self, rows: protocol.TableRows) -> bytes:
-        """Return the first of some rows of the table, as many as fit into a reply."""
+        """Return the first rows of those requested, about as many as fit into a reply."""
         count = rows.count
         while True:
             data = b"".join(self._reader.table.rows(rows.first, count).to_bytes())
@@ -266,6 +265,7 @@ class StoreNode:
         return data
 
     def _answer(self, message: Message, kind: str, payload: bytes) -> None:
-        # A client that is gone needs no answer. One that is too slow asks again.
+        # A client that is gone needs no answer. One that receives too slowly sends its request
+        # again.
         with contextlib.suppress(PeerError):
             self._server.send(message.peer, kind, payload, sequence=message.sequence)
