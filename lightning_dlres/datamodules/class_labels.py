@@ -18,7 +18,7 @@ class ClassLabels:
         list_folders: Function that returns the names of the folders that contain samples.
 
     Raises:
-        ConfigError: If `labels` is of another kind.
+        ConfigError: If `labels` is none of these.
     """
 
     def __init__(

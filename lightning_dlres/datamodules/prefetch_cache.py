@@ -1,4 +1,4 @@
-"""DataModule over a prefetch cache: one line in place of a DataLoader and a DistributedSampler."""
+"""Data module over a prefetch cache, in place of a DataLoader and a DistributedSampler."""
 
 from __future__ import annotations
 
@@ -66,34 +66,34 @@ class PrefetchCacheDataModule(LightningDataModule):
         predict: Samples for `predict`; one set, or a list.
         storage: Name of a backend, see `prefetch.cache.options.host_config`; or the addresses of
             storage nodes that have the training samples, instead of `train`.
-        batch_size: Samples of one batch of a rank; also an attribute, which Lightning's Tuner sets.
+        batch_size: Samples in one batch of a rank; also an attribute, which the Tuner sets.
         capacity: Bytes of a host's cache for training. Each other split has a quarter of it, which
             the sets of a list share.
-        prefetch: Most samples of one request to a storage node.
+        prefetch: Maximum number of samples in one request to a storage node.
         lookahead: Bytes that are requested ahead of need. None: half of the capacity. 0: the
             published method, which requests samples on a miss only.
         replicas: Number of storage nodes that have each sample.
         nodes: Number of embedded storage nodes. None: 4.
         pinned: Bytes for training samples that are fetched once and stay for all epochs.
-        pinned_directory: Directory on a local disk for them. None: memory.
+        pinned_directory: Directory on a local disk for pinned samples. None: they are in memory.
         threshold: Used part of the capacity at which eviction starts, in (0, 1].
         drop_last: True: training samples that do not fill a batch of every rank are left out.
-        tail: Rule for these samples otherwise. "pad": samples from the epoch's start are added
-            until all ranks have as many. "uneven": some ranks have one sample less. Validation and
-            test pad, prediction is uneven.
+        tail: Rule for these samples if `drop_last` is False. "pad": samples from the epoch's start
+            are added until all ranks have the same number. "uneven": some ranks have one sample
+            less. Validation and test pad, prediction is uneven.
         shuffle: True: training samples come in another order in every epoch.
-        seed: Seed of these orders, the same on all ranks.
+        seed: Seed of these orders and of `Sample.seed`, the same on all ranks.
         decode: Function that turns a `Sample` (key, bytes, seed) into an item. None: items of a
-            map-style data set are restored, other samples stay as they are.
+            map-style data set are decoded, other samples stay as they are.
         collate: Function that turns a list of items into a batch. None: torch's `default_collate`.
         num_workers: Number of threads or processes that decode. 0: the training process decodes.
         worker_type: "thread" or "process".
-        pin_memory: True: tensors of a batch are copied into page-locked memory, so that the copy to
-            the GPU does not hold up the training process. Without a GPU they are not.
-        timeout: Time after which a sample that does not come is an error.
-        max_inflight_requests: Most requests in flight to one storage node.
-        read_threads: Requests that an embedded node, or a rank without a cache, reads at the same
-            time. None: 4, or 16 without a cache.
+        pin_memory: True: if there is a GPU, tensors of a batch are copied into page-locked memory,
+            so that the copy to the GPU does not block the training process.
+        timeout: Time after which a sample that has not arrived is an error.
+        max_inflight_requests: Maximum number of requests ahead of need in flight to one node.
+        read_threads: Number of requests that an embedded node, or a rank without a cache, reads at
+            the same time. None: 4, or 16 without a cache.
         store: Directory for map-style data sets, with one store for each split. A store that exists
             is used if it holds the data set. None: a temporary directory, removed at the end.
         key: File with this process's key pair, for storage nodes that use CURVE.
@@ -101,12 +101,12 @@ class PrefetchCacheDataModule(LightningDataModule):
         follow_links: True: links in a local folder are followed even if they lead out of it.
             False: such links are left out, with a warning.
         labels: "folder": a sample's class is the first folder of its key, as in torchvision's
-            ImageFolder, and an item becomes a pair of what `decode` returns and the number of the
+            ImageFolder, and an item becomes a pair of the result of `decode` and the number of the
             class. Classes are the folders of the training samples (or of the first split that is
-            given), in alphabetical order. A list of names: other classes, in this order. None:
+            given), in alphabetical order. A list of names: these classes, in this order. None:
             samples have no labels. Samples of `predict` never have any.
-        extensions: Endings of file names such as ".jpg", in any case; other files are no samples.
-            None: all files are samples.
+        extensions: Endings of file names such as ".jpg", in lower or upper case. Files with other
+            endings are no samples. None: all files are samples.
         storage_options: Arguments of fsspec's file system behind URLs, such as keys and endpoints:
             a mapping of JSON values, or the path of a JSON file with one. No message shows them.
 
@@ -159,13 +159,13 @@ class PrefetchCacheDataModule(LightningDataModule):
         if storage.startswith("tcp://"):
             if train is not None:
                 raise ConfigError(
-                    f"train must be None beside addresses in storage, got {train!r}. Pass the "
+                    f"train must be None if storage has addresses, got {train!r}. Pass the "
                     "addresses as train, and leave out storage."
                 )
             train, storage = storage, "auto"
-        given: tuple[SplitSource, ...] = (train, val, test, predict)
+        sources: tuple[SplitSource, ...] = (train, val, test, predict)
         self._splits = {
-            name: Split.of(name, value) for name, value in zip(SPLITS, given, strict=True)
+            name: Split.of(name, value) for name, value in zip(SPLITS, sources, strict=True)
         }
         self._source_arguments: dict[str, Any] = {
             "labels": labels,
@@ -215,9 +215,9 @@ class PrefetchCacheDataModule(LightningDataModule):
         self._tail: Tail = "drop" if drop_last else tail
         self._shuffle = shuffle
         self._stores = SplitStores(None if store is None else Path(store).expanduser())
-        # Part of the caches' names: the same on all ranks, and of no other job.
+        # Part of the caches' names, the same on all ranks and different for every job.
         self._job = ""
-        # By the name of the source: "train", "val", or "val-0" in a list.
+        # Loaders by the name of their source: "train", "val", or "val-0" in a list.
         self._loaders: dict[str, PrefetchLoader] = {}
         # State of the training loader in a checkpoint, until the loader is made.
         self._train_state: dict[str, Any] | None = None
@@ -235,7 +235,7 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     @property
     def batch_size(self) -> int:
-        """Samples of one batch of a rank."""
+        """Number of samples in one batch of a rank."""
         return int(self._loading["batch_size"])
 
     @batch_size.setter
@@ -243,13 +243,13 @@ class PrefetchCacheDataModule(LightningDataModule):
         ShardSpec(0, 0, 1, batch_size)
         if batch_size != self.batch_size:
             self._loading["batch_size"] = batch_size
-            # The Trainer asks for new ones. Iterators over the old ones keep them until they end.
+            # The Trainer requests new loaders. Iterators keep the old ones alive until they end.
             self._loaders.clear()
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes, in the order of their numbers. Without a Trainer, the source of the
-        training samples is listed for them.
+        """Names of the classes, in the order of their numbers. Unless `setup` did so before, this
+        lists the files of the training samples.
 
         Raises:
             ConfigError: If samples have no labels, or lie in no folders.
@@ -267,7 +267,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         if split not in SPLITS:
             raise ConfigError(got_expected("split", split, " or ".join(SPLITS), "'train'"))
         new_split = Split.of(split, source)
-        # These options may be for the source of another split, which is set later.
+        # These options may apply to the source of another split, which is set later.
         unchecked = dict.fromkeys(SOURCE_OPTIONS)
         check_source_arguments([new_split], {**self._source_arguments, **unchecked})
         self._splits[split] = new_split
@@ -314,9 +314,9 @@ class PrefetchCacheDataModule(LightningDataModule):
             loader.load_state_dict(self._train_state)
             self._train_state = None
             if len(loader) != whole_epoch:
-                # The Trainer counts batches once, and the rest of this epoch has another number of
-                # them than a whole one on these ranks. Let it ask again after the epoch: it gets
-                # this loader, and counts the batches of a whole epoch.
+                # The Trainer counts the batches once, but the rest of this epoch and a whole epoch
+                # have different numbers of batches. Let the Trainer request a loader again after
+                # the epoch. It gets this one, and counts the batches of a whole epoch.
                 trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         return loader
 
@@ -354,22 +354,22 @@ class PrefetchCacheDataModule(LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._labels.check_checkpoint_names(state_dict.get("classes", []))
-        # TailRuleore positions only in fit().
+        # Restore positions only in fit().
         if self._trainer().state.fn != "fit":
             return
         self._next_passes = dict(state_dict.get("val", {}))
         self._train_state = state_dict.get("train")
         loader = self._loaders.get("train")
         if loader is not None and self._train_state is not None:
-            # The loader was made before, for `Trainer.estimated_stepping_batches` for instance.
+            # The loader exists already, for instance for `Trainer.estimated_stepping_batches`.
             batches_before = len(loader)
             loader.load_state_dict(self._train_state)
             self._train_state = None
             if len(loader) != batches_before:
                 raise ConfigError(
-                    "Trainer.estimated_stepping_batches must be read after a checkpoint of other "
-                    f"ranks is restored, got {batches_before} batches before it and {len(loader)} "
-                    "after. Read it in configure_optimizers, not in setup."
+                    "Trainer.estimated_stepping_batches must be read after the restore of a "
+                    f"checkpoint from other ranks, got {batches_before} batches before it and "
+                    f"{len(loader)} after. Read it in configure_optimizers, not in setup."
                 )
 
     def _close_loaders(self) -> None:
@@ -385,13 +385,13 @@ class PrefetchCacheDataModule(LightningDataModule):
         return self._configs.config(split, source, classes)
 
     def _folders(self) -> Sequence[str]:
-        """Return the folders of the first split whose samples have labels."""
+        """Return the folders in the first source whose samples have labels."""
         for name in LABELLED:
             for source in self._splits[name].sources.values():
                 return source_classes(self._config(self._splits[name], source).source)
         raise ConfigError(
-            "train, val or test must be given to find the classes, got None for all. Pass labels a "
-            "list of the classes' names."
+            "train, val or test must be given to list the classes, got None for all. Pass a list "
+            "of class names as labels."
         )
 
     def _eval_loaders(self, name: str, tail: Tail) -> PrefetchLoader | list[PrefetchLoader]:
@@ -409,7 +409,7 @@ class PrefetchCacheDataModule(LightningDataModule):
 
         Args:
             split: Name of the split.
-            source_name: Name of the split's source, and of the loader.
+            source_name: Name of the source and of its loader.
             tail: See `ShardSpec`.
             shuffle: See `PrefetchLoader`.
         """
@@ -444,7 +444,7 @@ class PrefetchCacheDataModule(LightningDataModule):
     def _trainer(self) -> Trainer:
         if self.trainer is None:
             raise ConfigError(
-                "PrefetchCacheDataModule is not attached to a Trainer. Pass it to one: "
+                "PrefetchCacheDataModule must be attached to a Trainer, got none. Pass it to one: "
                 "trainer.fit(model, datamodule=...)."
             )
         return self.trainer

@@ -11,7 +11,8 @@ from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 
 
 class MetricsLog:
-    """Log of a loader's metrics: every `log_every_n_steps` batches, the change since the last."""
+    """Log of a loader's metrics. Every `log_every_n_steps` batches it logs the change since the
+    last entry."""
 
     def __init__(self) -> None:
         self._last: Metrics | None = None
@@ -19,10 +20,10 @@ class MetricsLog:
         self._loader: weakref.ref[PrefetchLoader] | None = None
 
     def count_batch(self, trainer: Trainer, loader: PrefetchLoader) -> None:
-        """Count a batch that is about to be trained on, and log if the interval is full."""
+        """Count a batch that is about to be trained on, and log if it ends the interval."""
         self._batches += 1
         if self._loader is None or self._loader() is not loader:
-            # Another batch size makes another loader, whose seconds begin at 0.
+            # A new batch size makes a new loader, whose `stalled_seconds` begin at 0.
             self._loader, self._stalled_before = weakref.ref(loader), 0.0
         interval = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
         if not trainer.loggers or self._batches % interval:
@@ -37,7 +38,7 @@ class MetricsLog:
     def _figures(self, metrics: Metrics, loader: PrefetchLoader, interval: int) -> dict[str, float]:
         last = self._last
         if last is not None and metrics.samples < last.samples:
-            # The cache's process was started again, and counts anew.
+            # The cache was started again, and counts from 0.
             last = None
 
         def increase(name: str) -> float:
@@ -48,7 +49,8 @@ class MetricsLog:
             "prefetch/stall_ms": 1000 * stalled_seconds / interval,
             "prefetch/cache_bytes": float(metrics.cache_bytes),
         }
-        # Batches are requested ahead of need: near the end of an epoch there may be no new sample.
+        # Batches are requested ahead of need, so there may be no new sample near the end of an
+        # epoch.
         if samples := increase("samples"):
             hits = increase("hits") + increase("pinned_hits")
             figures["prefetch/hit_rate"] = hits / samples

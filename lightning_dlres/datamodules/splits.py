@@ -16,7 +16,7 @@ from lightning_dlres.prefetch.storage.listings import is_url
 Source = str | Path | Dataset[Any]
 SplitSource = Source | Sequence[Source] | None
 SPLITS = ("train", "val", "test", "predict")
-# Splits with labels: samples to predict have none.
+# Splits whose samples may have labels. Samples to predict have none.
 LABELLED = ("train", "val", "test")
 
 
@@ -26,9 +26,10 @@ class Split:
 
     Attributes:
         name: One of `SPLITS`.
-        sources: Sources by the names of their loaders. A list of strings holds the addresses of one
-            source.
-        is_list: True if the split has a list of loaders, be it a list of one.
+        sources: Sources by the names of their loaders. A source that is a list of strings holds
+            addresses of storage nodes.
+        is_list: True if the user gave a list of sources, even of one. Then the Trainer gets a list
+            of loaders.
     """
 
     name: str
@@ -86,7 +87,7 @@ def has_url(source: Any) -> bool:
 
 
 def check_source_arguments(splits: Sequence[Split], arguments: dict[str, Any]) -> None:
-    """Raise if an argument about sources has a value and no source that it applies to.
+    """Raise an error if an argument about sources has a value but applies to no source.
 
     Args:
         splits: All splits.
@@ -117,8 +118,8 @@ def _is_source(source: Any) -> bool:
         return bool(source) and all(isinstance(address, str) for address in source)
     if isinstance(source, (str, Path)):
         return source != ""
-    is_data_set = hasattr(source, "__getitem__") and hasattr(source, "__len__")
-    return is_data_set and not isinstance(source, (bytes, bytearray))
+    is_map_style = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+    return is_map_style and not isinstance(source, (bytes, bytearray))
 
 
 def _is_address(value: object) -> bool:

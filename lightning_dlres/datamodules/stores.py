@@ -97,8 +97,8 @@ def temporary_directory(job: str) -> Path:
 def _host() -> str:
     """Return a part of file names that is unique for this host.
 
-    Hosts may share a directory, but not see the locks of each other. So each host removes only
-    files with its own part in their names.
+    Hosts may share a directory without seeing each other's locks. So each host removes only files
+    with this part in their names.
     """
     return f"{zlib.crc32(socket.gethostname().encode()):08x}"
 
@@ -185,8 +185,8 @@ def _write(dataset: Any, directory: Path) -> None:
         table = _check(dataset, directory)
         if (changed := _differing(dataset, table)) is not None and not _is_random(dataset, changed):
             raise ConfigError(
-                f"The store in {directory} must hold the data set, got another sample "
-                f"{changed} ({table.key(changed)!r}). Remove it if it is out of date."
+                f"The store in {directory} must hold the data set, got other bytes for sample "
+                f"{changed} ({table.key(changed)!r}). Remove the store if it is out of date."
             )
         return
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -232,8 +232,8 @@ def _check(dataset: Any, directory: Path) -> SampleTable:
     if (len(table), table.encoding) != (len(dataset), ENCODING):
         raise ConfigError(
             f"The store in {directory} must hold the {len(dataset)} samples of the data set "
-            f"({ENCODING}), got {len(table)} samples ({table.encoding}). Remove it if it is out of "
-            "date, or pass another store."
+            f"({ENCODING}), got {len(table)} samples ({table.encoding}). Remove the store if it is "
+            "out of date, or pass another one."
         )
     return table
 
@@ -241,7 +241,7 @@ def _check(dataset: Any, directory: Path) -> SampleTable:
 def _differing(dataset: Any, table: SampleTable) -> int | None:
     """Return the index of a sample whose bytes differ from the store; None if no sample differs.
 
-    It compares `_PROBES` samples only. A read of all samples takes as long as to write them.
+    It compares `_PROBES` samples only, because reading all samples takes as long as writing them.
     """
     assert table.checksums is not None
     for index in np.unique(np.linspace(0, len(table) - 1, _PROBES, dtype=np.int64)).tolist():

@@ -29,7 +29,7 @@ class ByteGPT(LightningModule):
         context: Maximum length of a text, in bytes.
         dropout: Probability that an activation is dropped in training, 0 to 1.
         lr: Learning rate of AdamW after the warm-up.
-        warmup_steps: Steps over which the learning rate rises to `lr`.
+        warmup_steps: Number of optimizer steps over which the learning rate rises to `lr`.
         weight_decay: Weight decay of AdamW.
     """
 

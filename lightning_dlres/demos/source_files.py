@@ -98,7 +98,7 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """List the files, and use one of each 10 for validation.
+        """List the files, and use one of every `SPLIT_CYCLE` for validation.
 
         Raises:
             ConfigError: If there are too few files.

@@ -19,8 +19,8 @@ from lightning_dlres.core.units import parse_bytes
 
 # Names of folders that the data modules skip.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-# Of each SPLIT_CYCLE consecutive files, one goes to validation and one to test: those at these
-# positions within the cycle.
+# Each cycle of SPLIT_CYCLE consecutive files has one file for validation and one for test, at these
+# positions.
 SPLIT_CYCLE, VALIDATION_POSITION, TEST_POSITION = 10, 4, 9
 
 
@@ -115,6 +115,10 @@ class ByteWindows(Dataset[Tensor]):
 
     Each window begins with the last byte of the previous one. So every byte except the first is
     a target once. Bytes at the end that fill no window are left out.
+
+    Args:
+        files: Files to concatenate, in this order.
+        context: Number of bytes that the model reads.
     """
 
     def __init__(self, files: list[Path], context: int) -> None:

@@ -293,7 +293,9 @@ def test_an_existing_store_is_used_if_it_holds_the_data_set(tmp_path: Path) -> N
 def test_a_store_of_another_data_set_of_the_same_length_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path).fit(Model(), datamodule=module(store=tmp_path / "kept"))
     scaled = TensorDataset(2 * data_set().tensors[0], torch.arange(COUNT))
-    with pytest.raises(dlres.ConfigError, match=r"must hold the data set, got another sample 0"):
+    with pytest.raises(
+        dlres.ConfigError, match=r"must hold the data set, got other bytes for sample 0"
+    ):
         trainer(tmp_path).fit(Model(), datamodule=module(train=scaled, store=tmp_path / "kept"))
 
 
