@@ -1,5 +1,6 @@
-"""Partition of a model over stages: owners of each parameter, and remote parameters without
-storage.
+"""Partition of a model over stages.
+
+The owners of a parameter are the stages that hold it. For all other stages it is remote.
 
 A remote parameter becomes a meta tensor *in place*. The Parameter object stays the same, so it
 keeps its index in the optimizer, its name in the state dict and its place in user code, and takes
@@ -43,9 +44,10 @@ class ModelLayers:
         """Return the index of the layer to which a parameter, buffer or state dict key belongs;
         None for those outside of the layers.
 
-        The model may have the whole list of layers as a second attribute. Names by that attribute
-        count like those by the first. If a single layer is a second attribute elsewhere, the model
-        also uses it outside of the pipeline. So names by that attribute belong to no layer.
+        A second attribute of the model may hold the whole list of layers. A name through it belongs
+        to the same layer as the name through the first attribute. A second attribute may also hold
+        a single layer, which the model then uses outside of the pipeline too. So a name through
+        that attribute belongs to no layer.
         """
         while name and name not in self._layer_by_module:
             name = name.rpartition(".")[0]
@@ -54,6 +56,7 @@ class ModelLayers:
     @cached_property
     def _layer_by_module(self) -> dict[str, int | None]:
         """Layer of each module, by any of the module's names."""
+        # A single layer is its own container.
         path = self.names[0].rpartition(".")[0] if len(self.names) > 1 else self.names[0]
         container = self.root.get_submodule(path)
         named = dict(self.root.named_modules(remove_duplicate=False))
@@ -110,8 +113,8 @@ class ModelLayers:
     def owners(self, plan: PipelinePlan) -> Owners:
         """Return the stages that hold each parameter, ascending.
 
-        All stages hold a parameter outside of the layers, because the steps use it and every rank
-        runs the steps. Every stage with a layer that shares a parameter holds it.
+        All stages hold a parameter outside of the layers, because the user's step may use it on any
+        rank. A parameter that several layers share is held by each of their stages.
         """
         stages: dict[nn.Parameter, set[int]] = {}
         for name, parameter in self.root.named_parameters(remove_duplicate=False):
@@ -127,7 +130,7 @@ class ModelLayers:
         ]
 
     def non_pipelined_parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters that the steps use outside of the layers."""
+        """Return the trainable parameters that the user's step may use outside of the layers."""
         named = self.root.named_parameters(remove_duplicate=False)
         outside = dict.fromkeys(p for name, p in named if self.layer_of(name) is None)
         return [p for p in outside if p.requires_grad]
@@ -148,8 +151,14 @@ def has_meta_tensors(root: nn.Module) -> bool:
 def partition(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int, device: torch.device
 ) -> None:
-    """Move the parameters and buffers of a stage to the device, and free the storage of all
-    others."""
+    """Move a stage's parameters and buffers to the device, and make all others remote.
+
+    Meta tensors of the stage stay; see `materialise`.
+
+    Raises:
+        ConfigError: If something else refers to a parameter that becomes remote; see
+            `replace_storage`.
+    """
     with recurrent_weights_released(layers.root):
         _partition(layers, owners, plan, stage, device)
 
@@ -157,8 +166,8 @@ def partition(
 def _partition(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int, device: torch.device
 ) -> None:
-    stages_of = layers.stages_by_module(plan)
-    for module in (module for module, stages in stages_of.items() if stage not in stages):
+    stages_by_module = layers.stages_by_module(plan)
+    for module in (module for module, stages in stages_by_module.items() if stage not in stages):
         _drop_computed_tensors(module)
     for parameter, holders in owners.items():
         if stage not in holders:
@@ -167,7 +176,7 @@ def _partition(
             mark_remote(parameter)
         elif not parameter.is_meta and parameter.device != device:
             parameter.data = parameter.data.to(device)
-    for module, stages in stages_of.items():
+    for module, stages in stages_by_module.items():
         is_held = stage in stages
         for name, buffer in list(module.named_buffers(recurse=False)):
             if not is_held:
@@ -177,7 +186,7 @@ def _partition(
 
 
 def _drop_computed_tensors(module: nn.Module) -> None:
-    """Drop tensors that a remote module has computed from its parameters, as `weight_norm` does.
+    """Make remote what a module has computed from its parameters, as `weight_norm` does.
 
     Their graph refers to the parameters, and would prevent `replace_storage`. The stage that runs
     the module computes them again.
@@ -202,12 +211,12 @@ def materialise(
     names = {id(module): name for name, module in layers.root.named_modules()}
     inside = {id(m) for layer in layers.modules for m in layer.modules()}
     non_pipelined = [m for m in layers.root.modules() if id(m) not in inside]
+    # Layer -1 stands for the modules outside of the layers.
     for layer, modules in [
         (-1, non_pipelined),
         *((index, list(module.modules())) for index, module in held_layers),
     ]:
         with forked(device):
-            # Layer -1 stands for the modules outside of the layers.
             torch.manual_seed(derive_seed(seed, layer + 1))
             for module in modules:
                 initialise(module, device, names.get(id(module), type(module).__name__))
@@ -216,8 +225,10 @@ def materialise(
 def held_tensors(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int
 ) -> dict[str, Tensor]:
-    """Return the parameters and buffers that a stage holds, by name; a tied parameter has its first
-    name."""
+    """Return the parameters and buffers that a stage holds, by name.
+
+    A tied parameter is there once, under its first name in the whole model.
+    """
     held: dict[str, Tensor] = {
         n: p for n, p in layers.root.named_parameters() if stage in owners[p]
     }

@@ -7,11 +7,11 @@ front end.
 Id spaces:
 
 - rank: number of the process, over all hosts; (replica, stage) is its place in the plan.
-- micro-batch: index in the global batch, in messages, spans and seeds. Only `Action.microbatch` and
-  the simulator's activities count the micro-batches of one replica.
+- micro-batch: index in the global batch, in messages, spans and seeds. In `Action.microbatch` and
+  in timelines it is the index among the micro-batches of one replica.
 - layer: index in the whole model, in the plan and seeds; *position* is its index in its stage.
-- pass: number of a run through the pipeline, for a training step or a forward without recording;
-  the first one is 1.
+- pass: one run of a batch through the pipeline, for a training step or a forward without
+  recording. Passes are numbered from 1.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Runtime:
         self.stage, self.sync, self.buffers = stage, sync, buffers
         self.non_pipelined = list(non_pipelined)
         self._mailbox, self._slowdown = mailbox, slowdown
-        # Number of passes so far (training steps and forwards without recording). All ranks count
-        # alike, so it tells the messages of one pass from those of the next.
+        # All ranks count the same passes, so the number in a message key separates one pass from
+        # the next.
         self._pass_number = 0
 
     @property
@@ -139,7 +139,9 @@ class Runtime:
     def announce(
         self, inputs: Tree | None, batch_digest: int, place: str = "in a training step"
     ) -> list[int]:
-        """Begin a pass: return the sizes of its micro-batches, which one rank announces to all.
+        """Begin a pass, and return the number of samples of each of its micro-batches.
+
+        Called by all ranks. The first stage of the first replica announces the sizes to the others.
 
         Args:
             inputs: Inputs of the pipelined module; only those of the announcing rank count.
@@ -176,8 +178,10 @@ class Runtime:
         return list(sizes)
 
     def explaining(self, reason: str) -> AbstractContextManager[None]:
-        """Context manager that adds the likely reason to the error after a long wait; see
-        `Mailbox`."""
+        """Context manager in which a long wait for a message names this likely reason.
+
+        See `Mailbox.explaining`.
+        """
         return self._mailbox.explaining(reason)
 
     def key(self, *parts: str | int) -> Key:
@@ -185,7 +189,7 @@ class Runtime:
         return (*parts, self._pass_number)
 
     def receive(self, channel: Channel, offset: int, microbatch: int, what: str) -> Tree:
-        """Receive a micro-batch's message from the stage at `offset` from this one.
+        """Receive a micro-batch's message from a neighbouring stage.
 
         Args:
             channel: Channel of the message.
@@ -199,7 +203,7 @@ class Runtime:
         )
 
     def send(self, channel: Channel, offset: int, microbatch: int, tree: Tree) -> None:
-        """Send a micro-batch's message to the stage at `offset` from this one."""
+        """Send a micro-batch's message to a neighbouring stage; for the arguments see `receive`."""
         self._mailbox.send(
             self._ranks[self.stage_index + offset], channel, self.key(microbatch), tree
         )
@@ -214,7 +218,8 @@ class Runtime:
                 return
             start, cpu_start = time.perf_counter(), time.process_time()
             yield
-            # On a shared core the wall time includes other processes, and the CPU time does not.
+            # Wall time includes other processes on a shared core, and CPU time adds up the threads
+            # of this one. The smaller of both excludes either error.
             wall_seconds = time.perf_counter() - start
             computed = min(wall_seconds, time.process_time() - cpu_start)
             time.sleep(computed * (self._slowdown - 1.0))
@@ -237,8 +242,11 @@ class Runtime:
         return [count for count in counts if count]
 
     def exchange_outputs(self, output: Tree, sizes: Sequence[int]) -> list[Tree]:
-        """Return every replica's output, in order; called by the last stages. This rank's own is
-        the same object."""
+        """Return the outputs of all replicas that have a micro-batch, in order.
+
+        Called by the last stages of these replicas. This rank's own output is the same object, so
+        that gradients flow through it.
+        """
         ranks = self.last_ranks(sizes)
         for peer in ranks:
             if peer != self.rank:
@@ -252,7 +260,7 @@ class Runtime:
             self._mailbox.send_copies(others, Channel.RECORD, self.key("record"), record)
 
     def gather_records(self, record: Tree, sources: Sequence[int]) -> list[Tree]:
-        """Return the records of all sources, in order."""
+        """Return the records of all sources, in order; `record` is this rank's own."""
         return [
             record
             if source == self.rank

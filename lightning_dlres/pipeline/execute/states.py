@@ -23,8 +23,9 @@ from lightning_dlres.pipeline.stage.initialise import replace_storage
 def gather_model_state(
     state: dict[str, Any], layers: ModelLayers, plan: PipelinePlan, mailbox: Mailbox
 ) -> dict[str, Any]:
-    """Return the whole model's state dict on rank 0, in the order of its own keys. Other ranks get
-    their local one back.
+    """Return the whole model's state dict on rank 0, and the local one on other ranks.
+
+    Called by all ranks. The order of keys is that of `state`.
 
     Args:
         state: Local state dict; remote entries are meta tensors.
@@ -50,7 +51,9 @@ def gather_optimizer_state(
     plan: PipelinePlan,
     mailbox: Mailbox,
 ) -> dict[str, Any]:
-    """Return the whole optimizer's state dict on rank 0. Other ranks get their local one back.
+    """Return the whole optimizer's state dict on rank 0, and the local one on other ranks.
+
+    Called by all ranks.
 
     Args:
         state: `state_dict()` of the local optimizer.
@@ -75,8 +78,14 @@ def gather_optimizer_state(
 def own_optimizer_state(
     state: Mapping[str, Any], parameters: list[nn.Parameter], owners: Owners, stage: int
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict without the entries of parameters that the stage does not
-    hold."""
+    """Return an optimizer's state dict with the entries of the stage's own parameters only.
+
+    Args:
+        state: State dict of the whole optimizer.
+        parameters: Parameters of the optimizer, by index.
+        owners: Stages that hold each parameter.
+        stage: This rank's stage.
+    """
     own_entries = {
         index: entry
         for index, entry in state["state"].items()
@@ -90,8 +99,9 @@ def distribute_from_rank_zero(
 ) -> None:
     """Give every rank the parameters and buffers of rank 0 that it will hold.
 
-    Called before the model is partitioned, while rank 0 has all of it. Without a common seed each
-    rank has initialised its own model, but all holders of a parameter must start with one value.
+    Called by all ranks before the model is partitioned, while rank 0 has all of it. Without a
+    common seed, every rank has initialised its model with other values. But all holders of a
+    parameter must start with the same value.
     """
     for rank in range(1, plan.world_size):
         _, stage = plan.position(rank)
@@ -107,7 +117,7 @@ def distribute_from_rank_zero(
 def align_holders(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox
 ) -> None:
-    """Give parameters that several ranks hold the first holder's value.
+    """Give each parameter that several ranks hold the value on its first holder.
 
     Used for models from the meta device, in which every rank has initialised its own layers.
     """
@@ -147,8 +157,8 @@ def _restore_whole_model(
             own_values = {
                 name: tensor.detach().cpu()
                 for name, tensor in held_tensors(layers, owners, plan, stage).items()
-                # Several stages may hold a buffer, with different values. That of the first stage
-                # that runs the module counts; stage 0 for modules outside of the layers.
+                # Several stages may hold a buffer, with different values. Take the value of the
+                # first stage that runs the module, or of stage 0 outside of the layers.
                 if isinstance(tensor, nn.Parameter)
                 or first_stage.get(modules[name.rpartition(".")[0]], 0) == stage
             }
@@ -167,12 +177,15 @@ def _restore_whole_model(
 
 
 def _source_rank(layer: int | None, plan: PipelinePlan) -> int:
-    """Return the rank of the first replica that contributes a layer's weights to the whole."""
+    """Return the rank, in the first replica, from which rank 0 gets a layer's weights.
+
+    It is rank 0 itself for weights outside of the layers (None), which all ranks hold.
+    """
     return 0 if layer is None else plan.replicas[0][plan.stage_of(layer)]
 
 
 def _to_rank_zero(own: Tree, sources: list[int], mailbox: Mailbox, what: str) -> list[Tree]:
-    """Return the entries of rank 0 and of all sources on rank 0; an empty list elsewhere."""
+    """Return the entries of rank 0 and of all sources on rank 0, and an empty list elsewhere."""
     if mailbox.rank != 0:
         if mailbox.rank in sources:
             mailbox.send(0, Channel.STATE, ("gather",), own)

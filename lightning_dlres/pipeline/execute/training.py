@@ -1,5 +1,8 @@
-"""One training step on one rank: the actions of the schedule, run in order, and the loss whose
-backward delivers their gradients."""
+"""One training step on one rank.
+
+`TrainingStep` runs the actions of the schedule in order. `with_gradients` returns a loss whose
+backward delivers the gradients of these actions to the parameters.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,15 @@ class UserStep(Protocol):
     """One training step of user code, as the pipeline calls it."""
 
     def module_inputs(self) -> Tree:
-        """Run the step up to the module's call, and return the module's inputs; called on the first
-        stage."""
+        """Run the step up to the module's call, and return the module's inputs.
+
+        Called on the first stage.
+        """
 
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
-        """Run the step with `output` as the module's result, and return the loss; called on the
-        last stage.
+        """Run the step with `output` as the module's result, and return the loss.
+
+        Called on the last stage.
 
         Args:
             output: Output of the whole batch, or of one micro-batch.
@@ -45,8 +51,10 @@ class UserStep(Protocol):
         """
 
     def record(self, sizes: Sequence[int]) -> Tree:
-        """Return everything that the other ranks need to know of the step; called on the last stage
-        after the last `finish`."""
+        """Return what the other ranks need of the step, such as its loss and logs.
+
+        Called on the last stage after the last `finish`.
+        """
 
 
 @dataclass(frozen=True)
@@ -54,10 +62,10 @@ class TrainResult:
     """Result of a training step, on every rank.
 
     Attributes:
-        gradients: Sum over the batch for every parameter that this rank holds, multiplied by the
-            loss scale.
-        records: Records of last stages: of the first replica after a loss over the whole batch,
-            else of every replica that had a micro-batch.
+        gradients: Gradient of the batch's loss, multiplied by the loss scale, for the parameters
+            that this rank holds. Parameters without a gradient are missing.
+        records: Results of `UserStep.record`: that of the first replica after a loss over the whole
+            batch, else that of every replica that had a micro-batch.
         sizes: Samples of every micro-batch.
     """
 
@@ -75,8 +83,8 @@ class TrainingStep:
     Args:
         runtime: This rank's part of the pipeline.
         user: The user's step.
-        schedule: Order of each stage's actions, with one loss over the whole batch or one loss per
-            micro-batch, weighted by samples.
+        schedule: Order of each stage's actions. It also decides between one loss over the whole
+            batch and one loss per micro-batch, weighted by samples.
         seed: Seed of this step for randomness in the layers.
         scale: Factor of the loss before backward (mixed precision).
     """
@@ -88,8 +96,8 @@ class TrainingStep:
         self.seed, self.scale = seed, scale
         self.stage, self.sync = runtime.stage, runtime.sync
         self.buffer = GradientBuffer()
-        # By micro-batch, between receiving and sending: inputs and outputs of the stage, and the
-        # gradients that go into or come out of its backward.
+        # By micro-batch, until they are used or sent: inputs and outputs of the stage, and the
+        # gradients of its outputs before backward, and of its inputs afterwards.
         self.inputs: dict[int, Tree] = {}
         self.outputs: dict[int, Tree] = {}
         self.gradients: dict[int, Sequence[Tensor | None]] = {}
@@ -98,7 +106,8 @@ class TrainingStep:
         self.sizes: list[int] = []
         # Micro-batches of this replica.
         self.own = range(0)
-        # Last micro-batch of each kind of action: a schedule may run backwards in any order.
+        # Micro-batch of the last action of each kind. It need not be the highest index: a schedule
+        # may run backwards in any order.
         self.last: dict[Op, int] = {}
         self.record: Tree = None
 
@@ -110,6 +119,7 @@ class TrainingStep:
 
         Raises:
             BatchMismatchError: If this rank's batch is not that of the first rank.
+            UnsupportedStepError: If the step or a layer cannot run in a pipeline.
             PeerError: If a peer is late, lost, or out of step; the message names stage, micro-batch
                 and peer.
         """
@@ -139,7 +149,7 @@ class TrainingStep:
         self.last = {action.op: self.microbatch_of(action) for action in actions}
         for action in actions:
             _METHODS[action.op](self, self.microbatch_of(action))
-        self.backward_into_step()
+        self.backward_before_module()
         self.sync.finish(self.buffer)
         runtime.buffers.run()
         records = runtime.gather_records(self.record, self.record_sources())
@@ -166,8 +176,10 @@ class TrainingStep:
 
     @contextmanager
     def explaining_single_samples(self, m: int) -> Iterator[None]:
-        """Context manager that explains the error of a layer on a micro-batch of one sample, such
-        as BatchNorm's."""
+        """Context manager that explains a layer's error on a micro-batch of one sample.
+
+        BatchNorm, for example, needs several samples.
+        """
         try:
             yield
         except Exception as error:
@@ -191,11 +203,14 @@ class TrainingStep:
             self.loss_of_batch()
 
     def loss_of_batch(self) -> None:
-        """Run the user's step once on the output of the whole batch: exact for any loss."""
+        """Run the user's step once on the output of the whole batch.
+
+        The loss is then exact, even if it is no mean over samples.
+        """
         sizes = [self.sizes[m] for m in self.own]
         trees = [self.outputs.pop(m) for m in self.own]
         leaves = [tensors_of(tree) for tree in trees]
-        output = join([_entered(tree) for tree in trees], sizes)
+        output = join([_inplace_safe(tree) for tree in trees], sizes)
         if len(self.runtime.plan.replicas) > 1:
             output = join(
                 self.runtime.exchange_outputs(output, self.sizes),
@@ -203,21 +218,21 @@ class TrainingStep:
             )
         with self.runtime.computing("loss", ALL_MICROBATCHES):
             loss = self.user.finish(output, None, self.sizes)
-            # It is a copy of all outputs, which the loss may not need any more.
+            # `output` is a copy of all outputs. Free it before backward, unless autograd needs it.
             del output
             # The last stage of every replica computes the same loss over the same batch, so
             # the gradients of parameters outside of the layers must count in one replica only.
             non_pipelined = self.runtime.non_pipelined if self.runtime.replica == 0 else []
-            self.take_gradients(loss, leaves, non_pipelined, self.scale)
+            self.backward_from_loss(loss, leaves, non_pipelined, self.scale)
         self.finish_loss()
 
     def loss_of_microbatch(self, m: int) -> None:
         """Run the user's step on one micro-batch, weighted by its samples."""
         tree = self.outputs.pop(m)
         with self.runtime.computing("loss", m):
-            loss = self.user.finish(_entered(tree), m, self.sizes)
+            loss = self.user.finish(_inplace_safe(tree), m, self.sizes)
             weight = self.sizes[m] / sum(self.sizes)
-            self.take_gradients(
+            self.backward_from_loss(
                 loss, [tensors_of(tree)], self.runtime.non_pipelined, self.scale * weight, [m]
             )
         if m == self.last[Op.LOSS]:
@@ -228,7 +243,7 @@ class TrainingStep:
         self.record = self.user.record(self.sizes)
         self.runtime.share_record(self.record, self.record_sources())
 
-    def take_gradients(
+    def backward_from_loss(
         self,
         loss: Tensor,
         leaves: list[list[Tensor]],
@@ -248,12 +263,12 @@ class TrainingStep:
         with_gradient = [leaf for part in leaves for leaf in part if leaf.requires_grad]
         leaf_gradients: Iterator[Tensor | None] = iter([None] * len(with_gradient))
         if loss.requires_grad and (with_gradient or non_pipelined):
-            # The gradient of scale * loss, without computing that product. In half precision the
-            # scale may overflow to infinity, as the gradient of the product would. `mul_` gives
-            # infinity then, and `torch.full` would raise.
-            start = torch.ones_like(loss).mul_(scale)
+            # Starting from `scale` instead of 1 gives the gradients of scale * loss. In half
+            # precision the scale may overflow. `mul_` then gives infinity, as backward of the
+            # product would, and `torch.full` would raise.
+            loss_gradient = torch.ones_like(loss).mul_(scale)
             gradients = torch.autograd.grad(
-                loss, [*with_gradient, *non_pipelined], start, allow_unused=True
+                loss, [*with_gradient, *non_pipelined], loss_gradient, allow_unused=True
             )
             leaf_gradients = iter(gradients)
             for parameter, gradient in zip(
@@ -274,7 +289,7 @@ class TrainingStep:
         self.gradients[m] = self.runtime.receive(Channel.GRADIENT, 1, m, "the gradients")
 
     def backward(self, m: int) -> None:
-        # Gradients are final, and can be sent, once the last micro-batch's backward has passed.
+        # A layer's gradients are final, and can be sent, after the last backward of the layer.
         is_last = m == self.last[Op.BACKWARD]
         done = (lambda position: self.sync.layer_done(position, self.buffer)) if is_last else None
         with self.runtime.computing("backward", m):
@@ -297,9 +312,11 @@ class TrainingStep:
         ]
         self.runtime.send(Channel.GRADIENT, -1, m, gradients)
 
-    def backward_into_step(self) -> None:
-        """Run backward through the part of the user's step before the module's call, on the first
-        stage."""
+    def backward_before_module(self) -> None:
+        """Run backward through the user's step before the module's call, on the first stage.
+
+        It adds the gradients of the parameters that this part of the step uses.
+        """
         non_pipelined = self.runtime.non_pipelined
         if not self.input_gradients or not non_pipelined:
             return
@@ -327,21 +344,24 @@ _METHODS: dict[Op, Callable[[TrainingStep, int], None]] = {
 }
 
 
-def _entered(tree: Tree) -> Tree:
-    """Return the tree with tensors that user code may change in place; autograd refuses that for
-    leaves."""
+def _inplace_safe(tree: Tree) -> Tree:
+    """Return the tree with aliases that user code may change in place.
 
-    def enter(tensor: Tensor) -> Tensor:
+    Autograd refuses in-place operations on the leaves themselves.
+    """
+
+    def alias(tensor: Tensor) -> Tensor:
         return inplace_safe_aliases([tensor])[0] if tensor.requires_grad else tensor
 
-    return map_tensors(enter, tree)
+    return map_tensors(alias, tree)
 
 
-class _Deliver(torch.autograd.Function):
-    """Autograd function between the loss and the parameters.
+class _DeliverGradients(torch.autograd.Function):
+    """Autograd function that passes computed gradients to the parameters in the loss's backward.
 
-    Lightning zeroes gradients between the step and its backward, divides the loss for accumulation,
-    scales it for mixed precision, and runs hooks. This function leaves all of that as it is.
+    Between a step and its backward, Lightning zeroes gradients, divides the loss for accumulation,
+    scales it for mixed precision, and runs hooks. All of that works as in ordinary training,
+    because autograd adds the gradients only in backward.
     """
 
     @staticmethod
@@ -382,4 +402,7 @@ def with_gradients(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:
     """
     # The anchor makes the loss require a gradient on a stage that has no trainable parameter.
     anchor = torch.zeros((), requires_grad=True)
-    return _Deliver.apply(loss.detach(), anchor, list(gradients.values()), scale, *gradients)  # type: ignore[no-untyped-call, no-any-return]
+    delivering: Tensor = _DeliverGradients.apply(  # type: ignore[no-untyped-call]
+        loss.detach(), anchor, list(gradients.values()), scale, *gradients
+    )
+    return delivering

@@ -22,10 +22,10 @@ from lightning_dlres.pipeline.execute.training import TrainingStep
         (torch.float16, 2.0**16, float("inf")),
     ],
 )
-def test_take_gradients_gives_the_gradients_of_the_scaled_loss(
+def test_backward_from_loss_gives_the_gradients_of_the_scaled_loss(
     dtype: torch.dtype, scale: float, expected: float
 ) -> None:
     output = torch.ones(2, dtype=dtype, requires_grad=True)
     step = cast(Any, SimpleNamespace(gradients={}, own=[4]))
-    TrainingStep.take_gradients(step, (3 * output).sum(), [[output]], [], scale)
+    TrainingStep.backward_from_loss(step, (3 * output).sum(), [[output]], [], scale)
     assert step.gradients[4][0].tolist() == [expected, expected]
