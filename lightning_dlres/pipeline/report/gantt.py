@@ -38,11 +38,11 @@ _NUMBERED = ("forward", "backward")
 # Activities in thin lanes below the bar of a row.
 _LANES = ("activation", "gradient", "sync")
 _DPI = 110
-# Sizes of the numbers in points, from which the largest that fits is taken.
+# Candidate font sizes of micro-batch numbers, in points. The largest that fits is used.
 _FONT_SIZES = (8.0, 7.0, 6.0, 5.0)
 # Margins and the space between panels, in inches.
 _RIGHT, _TOP, _BOTTOM, _BETWEEN = 0.6, 0.75, 0.55, 0.5
-# From this many seconds on: unit of the time axis, and its number in a second.
+# Units of the time axis: shortest chart with the unit in seconds, name, and units in a second.
 _UNITS = ((10.0, "s", 1.0), (10e-3, "ms", 1e3), (0.0, "µs", 1e6))
 
 
@@ -58,8 +58,9 @@ def draw(panels: Sequence[Panel], row_labels: RowLabels) -> bytes:
     """Return the chart as PNG.
 
     Args:
-        panels: Panels from top to bottom.
-        row_labels: Label of each row of a panel, in the order of the rows.
+        panels: Panels from top to bottom. A dashed line in all but the first marks the end of the
+            step in the first.
+        row_labels: Label of each row, from top to bottom. All panels have the same rows.
     """
     lanes = [lane for lane in _LANES if lane in _names(panels)]
     rows = len(row_labels)
@@ -70,29 +71,40 @@ def draw(panels: Sequence[Panel], row_labels: RowLabels) -> bytes:
 
     def draw_panels(figure: Figure) -> None:
         for index, panel in enumerate(panels):
-            below, across, down = len(panels) - 1 - index, width - left - _RIGHT, rows * row_inches
-            bottom = _BOTTOM + below * (down + _BETWEEN)
-            box = (left / width, bottom / height, across / width, down / height)
-            axes = figure.add_axes(box)
-            drawing = _Drawing(axes, panel, list(row_labels), lanes, horizon=horizon, inches=across)
-            drawing.draw(list(row_labels.values()), labelled=below == 0)
+            panels_below = len(panels) - 1 - index
+            panel_width, panel_height = width - left - _RIGHT, rows * row_inches
+            bottom = _BOTTOM + panels_below * (panel_height + _BETWEEN)
+            # Matplotlib wants fractions of the figure.
+            box = (left / width, bottom / height, panel_width / width, panel_height / height)
+            drawing = _Drawing(
+                figure.add_axes(box),
+                panel,
+                list(row_labels),
+                lanes,
+                horizon=horizon,
+                inches=panel_width,
+            )
+            drawing.draw(list(row_labels.values()), with_time_axis=panels_below == 0)
             if index:
-                # The end of the planned step, for comparison.
-                axes.axvline(panels[0].timeline.step_seconds, color="#777777", lw=1, ls=(0, (4, 3)))
-        _legend(figure, panels, (0.5, 1 - 0.05 / height))
+                # The end of the first panel's step, for comparison.
+                drawing.axes.axvline(
+                    panels[0].timeline.step_seconds, color="#777777", lw=1, ls=(0, (4, 3))
+                )
+        _draw_legend(figure, panels, (0.5, 1 - 0.05 / height))
 
     return draw_png(draw_panels, figsize=(width, height), dpi=_DPI)
 
 
 class _Drawing:
-    """One panel on its axes: a row for each stage, with a bar of computation over thin lanes of
-    messages.
+    """One panel on its axes.
+
+    Each stage has a row: a bar of computation above thin lanes of messages.
 
     Args:
         axes: Axes of the panel.
         panel: Content.
         places: (replica, stage) of each row, from top to bottom.
-        lanes: Activities with a lane.
+        lanes: Names of the activities that have a lane, from top to bottom.
         horizon: Seconds at the right end of the time axis.
         inches: Width of the axes.
     """
@@ -110,15 +122,16 @@ class _Drawing:
         self.axes, self.panel, self.lanes, self.horizon = axes, panel, list(lanes), horizon
         self.row = {place: index for index, place in enumerate(places)}
         self.points_per_second = inches * 72 / horizon if horizon else 0.0
-        # Heights are fractions of a row.
+        # Vertical positions and heights are fractions of a row, measured from its top.
         lane = 0.13
         self.lane_height = lane * 0.8
+        # Top and height of the bar.
         self.bar = (0.08, 0.86 - lane * len(self.lanes))
         self.lane_top = {
             name: 0.08 + self.bar[1] + 0.02 + lane * index for index, name in enumerate(self.lanes)
         }
 
-    def draw(self, labels: Sequence[str], labelled: bool) -> None:
+    def draw(self, labels: Sequence[str], with_time_axis: bool) -> None:
         axes, timeline = self.axes, self.panel.timeline
         unit, factor = _unit(self.horizon)
         axes.set_xlim(0, self.horizon or 1.0)
@@ -144,13 +157,13 @@ class _Drawing:
         axes.set_yticks([row + self.bar[0] + self.bar[1] / 2 for row in range(len(labels))])
         axes.set_yticklabels(labels, fontsize=8)
         axes.tick_params(axis="y", length=0)
-        axes.tick_params(axis="x", labelsize=8, labelbottom=labelled)
+        axes.tick_params(axis="x", labelsize=8, labelbottom=with_time_axis)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value * factor:g}")
         axes.grid(axis="x", color="#CCCCCC", lw=0.5)
         axes.set_axisbelow(True)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
-        if labelled:
+        if with_time_axis:
             axes.set_xlabel(f"{unit} since the start of the step", fontsize=9)
         self._draw_busy_shares()
 
@@ -173,9 +186,9 @@ class _Drawing:
         )
 
     def _draw_numbers(self) -> None:
-        """Write the numbers of micro-batches on the bars, in one size.
+        """Write the numbers of micro-batches on the bars, in one font size.
 
-        A row has numbers on its forwards or backwards only if they are wide enough.
+        The forwards of a row have numbers only if they are wide enough, and so have the backwards.
         """
         groups = [
             [a for a in self.panel.timeline.activities if a.name == name and _place(a) == place]
@@ -201,6 +214,8 @@ class _Drawing:
                 )
 
     def _has_room(self, group: Sequence[Activity], size: float) -> bool:
+        """Return True if the numbers fit on the bars at this font size, in points."""
+        # A digit is about 0.64 of the font size wide. The last point is a margin.
         needed = len(str(max(a.microbatch for a in group))) * 0.64 * size + 1.0
         widths = sorted((a.end - a.start) * self.points_per_second for a in group)
         # The tenth percentile: single measured bars may be short by chance.
@@ -209,17 +224,18 @@ class _Drawing:
     def _draw_busy_shares(self) -> None:
         """Write beside every row the share of the step in which its stage computes."""
         timeline = self.panel.timeline
-        across: Any = self.axes.get_yaxis_transform()
+        # Horizontal positions in fractions of the axes, vertical ones in rows.
+        transform: Any = self.axes.get_yaxis_transform()
         for (replica, stage), row in self.row.items():
             share = timeline.busy_seconds[replica][stage] / (timeline.step_seconds or 1.0)
             middle = row + self.bar[0] + self.bar[1] / 2
             self.axes.text(
-                1.008, middle, f"{share:.0%}", transform=across, fontsize=8, va="center_baseline"
+                1.008, middle, f"{share:.0%}", transform=transform, fontsize=8, va="center_baseline"
             )
-        self.axes.text(1.008, 0, "busy", transform=across, fontsize=8, color="#555555")
+        self.axes.text(1.008, 0, "busy", transform=transform, fontsize=8, color="#555555")
 
 
-def _legend(figure: Any, panels: Sequence[Panel], at: tuple[float, float]) -> None:
+def _draw_legend(figure: Any, panels: Sequence[Panel], top_centre: tuple[float, float]) -> None:
     from matplotlib.patches import Patch
 
     shown = [name for name in _STYLE if name in _names(panels)]
@@ -237,7 +253,7 @@ def _legend(figure: Any, panels: Sequence[Panel], at: tuple[float, float]) -> No
     figure.legend(
         handles=handles,
         loc="upper center",
-        bbox_to_anchor=at,
+        bbox_to_anchor=top_centre,
         borderaxespad=0.0,
         ncols=len(handles),
         frameon=False,
@@ -249,10 +265,12 @@ def _legend(figure: Any, panels: Sequence[Panel], at: tuple[float, float]) -> No
 
 
 def _names(panels: Sequence[Panel]) -> set[str]:
+    """Return the names of all activities in the panels."""
     return {a.name for panel in panels for a in panel.timeline.activities}
 
 
 def _place(activity: Activity) -> tuple[int, int]:
+    """Return the row of an activity: (replica, stage)."""
     return activity.replica, activity.stage
 
 
@@ -262,9 +280,9 @@ def _horizon(timeline: Timeline) -> float:
 
 
 def _width(panels: Sequence[Panel]) -> float:
-    """Return the width in inches: more for a step of many micro-batches, up to that of a screen."""
-    most = max((a.microbatch for p in panels for a in p.timeline.activities), default=0) + 1
-    return min(max(12.0, 9.0 + 0.3 * most), 20.0)
+    """Return the width of the chart in inches: more for more micro-batches, within limits."""
+    microbatches = max((a.microbatch for p in panels for a in p.timeline.activities), default=0) + 1
+    return min(max(12.0, 9.0 + 0.3 * microbatches), 20.0)
 
 
 def _label_inches(labels: Sequence[str]) -> float:
@@ -274,5 +292,5 @@ def _label_inches(labels: Sequence[str]) -> float:
 
 
 def _unit(horizon: float) -> tuple[str, float]:
-    """Return the unit of the time axis, and its number in a second."""
+    """Return the unit of the time axis, and the number of units in a second."""
     return next((name, factor) for least, name, factor in _UNITS if horizon >= least)

@@ -30,10 +30,10 @@ class RunReport:
         plan: The plan, with the schedule that was run.
         planned_schedule: Schedule for which the plan was made.
         predicted: Simulated step; None if the plan was made without a measurement.
-        even_seconds: Simulated seconds of a step if every stage had equally many layers (the even
-            split). None like `predicted`.
-        measured: Measured steps; None if there were none.
-        clock_error: Most seconds by which the clocks of two hosts may still differ.
+        even_seconds: Simulated seconds of a step of the even split, in which every stage has the
+            same number of layers. None if the plan was made without a measurement.
+        measured: Measured steps; None if no step was recorded on all ranks.
+        clock_error: Seconds by which spans of different hosts may be shifted against each other.
     """
 
     plan: PipelinePlan
@@ -77,7 +77,7 @@ class RunReport:
         return "; ".join(parts) + "."
 
     def row_labels(self) -> RowLabels:
-        """Return the label of each row of the chart."""
+        """Return the label of each row of the chart: stage, rank, and kind of the device."""
         plan, labels = self.plan, {}
         for replica, ranks in enumerate(plan.replicas):
             for stage, rank in enumerate(ranks):
@@ -90,7 +90,7 @@ class RunReport:
         return labels
 
     def panels(self) -> list[Panel]:
-        """Return the panels of the chart: planned above measured. An unknown one is left out."""
+        """Return the panels of the chart: the planned step, then the measured one, if known."""
         panels = []
         if self.predicted is not None:
             panels.append(Panel(f"Planned: {_format_figures(self.predicted)}", self.predicted))
@@ -271,16 +271,17 @@ def run_report(
     clock_error: float = 0.0,
     planned_schedule: str | None = None,
 ) -> RunReport:
-    """Return the report on a run of a plan. The prediction is simulated for the schedule that was
-    run.
+    """Return the report on a run of a plan.
+
+    The prediction is simulated for the schedule that was run.
 
     Args:
         plan: Plan at the end of the run.
         schedule: Schedule that was run.
-        even_seconds: Simulated time of a step of the even split under this schedule, in seconds.
-        measured: Measured steps.
+        even_seconds: Simulated seconds of a step of the even split under this schedule.
+        measured: Measured steps; None if no step was recorded on all ranks.
         clock_error: See `RunReport`.
-        planned_schedule: Schedule for which the plan was made, if it differs from the plan's.
+        planned_schedule: Schedule for which the plan was made; None for the plan's own.
     """
     as_run = msgspec.structs.replace(plan, schedule=schedule)
     predicted = None

@@ -16,7 +16,7 @@ from lightning_dlres.core.trace import Span
 from lightning_dlres.pipeline.plan.cost_model.simulator import Activity, Timeline
 from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES
 
-# First steps that the figures leave out: caches and connections warm up in them.
+# Number of first steps that the figures leave out, because caches and connections warm up in them.
 WARM_UP_STEPS = 2
 COMPUTING = ("forward", "loss", "recompute", "backward")
 TRANSFERS = ("activation", "gradient")
@@ -30,13 +30,13 @@ class MeasuredStep:
 
     Attributes:
         batch: Number of the batch, as in the spans.
-        timeline: Activities, in seconds from the earliest start of the step on any rank. The length
-            of the step is the interval. Without one, the step ends when the last rank leaves it.
-            Memory is not measured, so `peak_bytes` is empty.
+        timeline: Activities, in seconds since the first rank began the step. `step_seconds` is
+            `interval`; without one, the time until the last rank ends the step. `peak_bytes` is
+            empty, since memory is not measured.
         interval: Seconds until the next step starts. None if no step follows directly: after the
             last one, and before an evaluation.
         checked: True if the loss was checked in this step. The layers then run forward twice, and
-            the timeline holds the second time.
+            the timeline holds the second run.
         whole_loss: True if the loss was computed once over the whole batch, as under GPipe.
     """
 
@@ -60,8 +60,9 @@ class Measurement:
     Attributes:
         steps: All steps.
         counted: Steps from which the figures are computed: those after the warm-up, with an
-            interval, and without a check of the loss. Other steps count only if there are none.
-        includes_warm_up: True if there are too few steps to leave out the warm-up.
+            interval, and without a check of the loss. If there are none, `measure` drops these
+            conditions one after another. All of them ran the schedule of the last step.
+        includes_warm_up: True if a warm-up step counts, because there are too few others.
     """
 
     steps: tuple[MeasuredStep, ...]
@@ -70,8 +71,10 @@ class Measurement:
 
     @property
     def is_steady(self) -> bool:
-        """True if each step was directly followed by another, so that its time includes the work
-        between steps."""
+        """True if another step directly followed each counted step.
+
+        Its time then includes the work between steps.
+        """
         return all(step.interval is not None for step in self.counted)
 
     @property
@@ -183,12 +186,14 @@ class _Rank:
     """The spans of one rank, by step.
 
     Attributes:
-        replica, stage: Place of the rank.
+        replica: Replica of the rank.
+        stage: Stage of the rank.
         steps: Span of each step, by batch.
         computed: By batch, the span of each computation by (name, micro-batch).
-        synced: By batch, the all-reduces that began in it.
-        checked: Batches in which some computation ran twice.
-        sent, received: By (kind, peer), the transfers in order.
+        synced: By batch, the all-reduces that began in its step.
+        checked: Batches in which some computation ran twice, because the loss was checked.
+        sent: By (kind of message, receiving rank), the transfers in order of their start.
+        received: By (kind of message, sending rank), the transfers in order of their start.
     """
 
     def __init__(self, replica: int, stage: int, spans: Sequence[Span]) -> None:
@@ -200,6 +205,7 @@ class _Rank:
         self.computed: dict[int, dict[tuple[str, int], Span]] = {}
         self.synced: dict[int, list[Span]] = {}
         self.checked: set[int] = set()
+        # Batches after whose step layers ran outside of any step.
         self._evaluated: set[int] = set()
         self.sent: dict[tuple[str, int], list[Span]] = {}
         self.received: dict[tuple[str, int], list[Span]] = {}
@@ -207,7 +213,7 @@ class _Rank:
             self._add(span)
 
     def evaluates_after(self, batch: int) -> bool:
-        """Return True if layers ran between this step and the next, for an evaluation."""
+        """Return True if layers ran between this batch's step and the next, for an evaluation."""
         return batch in self._evaluated
 
     def step_at(self, time_ns: int) -> int | None:
@@ -249,7 +255,10 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A message from a stage to a neighbour; replica and stage are the sender's."""
+    """A message from a stage to a neighbour.
+
+    Replica and stage are those of the sender. Times are in nanoseconds, on the common clock.
+    """
 
     kind: str
     replica: int
@@ -262,23 +271,23 @@ class _Transfer:
 def _transfers(ranks: Mapping[int, _Rank]) -> dict[int, list[_Transfer]]:
     """Return the transfers of every step, by batch.
 
-    The thread of a sender may still send for one step when its rank has begun the next. So the time
-    of a transfer does not determine its step. The key of the message does: it has the number of the
-    pass, which is the same on all ranks.
+    The step of a transfer follows from the message's key, which has the number of the pass. It does
+    not follow from the time: a rank may begin the next step while its sending thread still sends
+    for the last one.
     """
     transfers: dict[int, list[_Transfer]] = {}
     batch_of = _passes(ranks)
     for source, sender in ranks.items():
         for (kind, peer), sends in sender.sent.items():
             arrivals = ranks[peer].received.get((kind, source), []) if peer in ranks else []
-            # Messages of one kind keep their order, and the last ones are recorded on both sides.
-            # Only the oldest spans may be missing on either side, so pairs are formed from the end.
-            # A send ends when the message is in the sender's buffers, a receive when it arrives.
+            # Messages of one kind keep their order. A full tracer drops its oldest spans, so only
+            # these may be missing on either side. Hence pair the spans from the end.
             arrival_of = dict(zip(map(id, reversed(sends)), reversed(arrivals), strict=False))
             for send in sends:
                 key = _KEY.fullmatch(str(send.args.get("key")))
                 if key is None or int(key[2]) not in batch_of:
                     continue
+                # A send ends once the message is in the sender's buffers, a receive on arrival.
                 arrival = arrival_of.get(id(send), send)
                 end = max(send.end_ns, arrival.end_ns)
                 transfer = _Transfer(
@@ -291,8 +300,8 @@ def _transfers(ranks: Mapping[int, _Rank]) -> dict[int, list[_Transfer]]:
 def _passes(ranks: Mapping[int, _Rank]) -> dict[int, int]:
     """Return the batch of every pass through the pipeline, by number of the pass.
 
-    A stage sends its activations while it is in the step, so their time determines the batch. If
-    the loss was checked, a step has two passes, and the last one counts.
+    A stage starts to send activations while it is in the step. So the start determines the batch.
+    If the loss was checked, a step has two passes, and the last one counts.
     """
     last_pass: dict[int, int] = {}
     for rank in ranks.values():
