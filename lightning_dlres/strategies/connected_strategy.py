@@ -87,7 +87,10 @@ class ConnectedStrategy(ParallelStrategy):
 
     @property
     def _has_run(self) -> bool:
-        """True once a run was set up. From then on, `barrier` also waits when no run is active."""
+        """True once a run was set up; subclasses override it.
+
+        From then on, `barrier` also waits when no run is active.
+        """
         return False
 
     @property
@@ -216,10 +219,10 @@ class ConnectedStrategy(ParallelStrategy):
 
     @contextmanager
     def _mailbox_in_or_after_run(self) -> Iterator[Mailbox]:
-        """Context manager that yields the run's mailbox, or after the run that of a temporary
-        connection.
+        """Context manager that yields a mailbox, also when no run is active.
 
-        The latter serves a script that saves a checkpoint after the run.
+        During the run it is the run's mailbox. After the run it belongs to a temporary connection,
+        for a script that saves a checkpoint then.
         """
         if self._connection is not None:
             yield self._connection.mailbox

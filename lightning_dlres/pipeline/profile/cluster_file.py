@@ -62,7 +62,7 @@ class LinkSpec(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LinksSpec(msgspec.Struct, forbid_unknown_fields=True):
-    """The links within a host and between hosts; a missing link is perfect."""
+    """The links within a host and between hosts; without one, transfers take no time."""
 
     within_host: LinkSpec | None = None
     between_hosts: LinkSpec | None = None

@@ -94,6 +94,12 @@ def powers_of(seconds: Sequence[Sequence[float]]) -> list[float]:
 
 
 def kind_names(kinds: Sequence[int], names: Sequence[str], powers: Sequence[float]) -> list[str]:
-    """Return a name for every kind: the device model, and its power in parentheses."""
+    """Return a name for every kind: the device model, and its power in parentheses.
+
+    Args:
+        kinds: Kind of every rank's device.
+        names: Name of each rank's device model.
+        powers: Power of each kind.
+    """
     by_kind = dict(zip(kinds, names, strict=True))
     return [f"{by_kind[kind]} ({powers[kind]:.2f})" for kind in range(len(powers))]

@@ -1,8 +1,8 @@
 """Times and sizes of a model's layers on this device: seconds forward and backward, and bytes.
 
 Copies of the layers run one by one, with the code that runs layers in training. Weights, buffers
-and random state stay as they were, and a device needs memory for one layer only. The sizes of a
-layer that does not fit even so are found without running it.
+and random state stay as they were, and a device needs memory for one layer only. If that layer
+still does not fit, its sizes are computed without running it.
 
 Equal layers are measured once. Small layers are measured on several copies: a single copy would
 find its weights in the CPU cache, which cannot hold the weights of a whole stage. If the output of
@@ -103,7 +103,7 @@ def measure_layers(
         costliest kind of layer once more, to keep the device as busy as in training.
     """
     kinds: dict[Any, _LayerKind] = {}
-    order, clock = [], clock or ComputeClock(device)
+    layer_kinds, clock = [], clock or ComputeClock(device)
     activation = map_tensors(lambda t: t.to(device), inputs)
     with torch.enable_grad(), forked(device):
         for index, module in enumerate(modules):
@@ -113,12 +113,12 @@ def measure_layers(
                 free = None if limit is None else limit - held_outputs
                 call = LayerCall(module, bind, index, activation, device, context)
                 kinds[key] = _measure_sizes(call, free)
-            order.append(kinds[key])
+            layer_kinds.append(kinds[key])
             activation = kinds[key].output
         for kind in filter(lambda kind: kind.fits, kinds.values()):
-            # As many copies as exceed a core's caches, or as many as there are such layers.
-            copies = max(min(order.count(kind), FLUSH_BYTES // max(kind.held_bytes, 1)), 1)
-            kind_seconds = seconds * order.count(kind) / len(modules)
+            # Enough copies to fill a core's caches, but no more than the model has of this layer.
+            copies = max(min(layer_kinds.count(kind), FLUSH_BYTES // max(kind.held_bytes, 1)), 1)
+            kind_seconds = seconds * layer_kinds.count(kind) / len(modules)
             try:
                 _measure_times(kind, copies, clock, repeats, kind_seconds)
             except RuntimeError as error:
@@ -126,12 +126,14 @@ def measure_layers(
                     raise
                 kind.fits = False
     wall_per_cpu_second = clock.wall_per_cpu_second() * slowdown
-    fitting = [kind for kind in order if kind.fits]
+    fitting = [kind for kind in layer_kinds if kind.fits]
     costliest = max(
-        fitting, key=lambda kind: (kind.forward + kind.backward) * order.count(kind), default=None
+        fitting,
+        key=lambda kind: (kind.forward + kind.backward) * layer_kinds.count(kind),
+        default=None,
     )
     load = _Load(costliest.call if costliest else None)
-    return [kind.measurement(wall_per_cpu_second) for kind in order], activation, load
+    return [kind.measurement(wall_per_cpu_second) for kind in layer_kinds], activation, load
 
 
 @dataclass(eq=False)
@@ -295,6 +297,7 @@ class _Runner:
         gradient_bytes = bytes_of(buffer.gradients.values())
         workspace_bytes = max(live.peak - live_after_forward, gradient_bytes)
         sizes = saved.sizes(self._weights, tensors_of(inputs), tensors_of(output), workspace_bytes)
+        # The workspace is freed after backward. Only the copy that runs has one.
         held_bytes = bytes_of(self._weights) + gradient_bytes + sum(sizes) - workspace_bytes
         return map_tensors(_detached, output), sizes, held_bytes
 

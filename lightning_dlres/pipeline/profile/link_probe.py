@@ -19,7 +19,7 @@ from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
 _MESSAGES_PER_ROUND_TRIP = 3
 # Bytes of the first and of the largest bandwidth probe.
 _FIRST_PROBE, _LARGEST_PROBE = 1 << 18, 1 << 24
-# Limits of `rounds` and of `min_message_seconds` of a probe, for a profile of any length.
+# Largest `rounds` and `min_message_seconds` of a probe. A short profile uses smaller values.
 MAX_ROUNDS, MAX_MESSAGE_SECONDS = 8, 0.05
 
 
@@ -49,7 +49,8 @@ class Probe:
 
     Attributes:
         link: The link, with its latency and bandwidth.
-        message_seconds: Processor seconds in this process for sending or receiving one message.
+        message_seconds: Processor seconds for sending or receiving one message: of this process if
+            it has one compute thread, else of the calling thread.
     """
 
     link: Link

@@ -41,7 +41,7 @@ def stepped(
     Args:
         optimizer_class: Class of the optimizer.
         options: Options of its parameter group.
-        indices: Indices of the trial parameters to train: [0], [1] or [0, 1].
+        indices: Trial parameters to train, out of two: [0], [1] or [0, 1].
 
     Raises:
         NeedsClosure: If the optimizer needs a closure in every step.

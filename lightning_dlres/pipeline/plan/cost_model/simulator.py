@@ -41,8 +41,8 @@ class Timeline:
 
     Attributes:
         activities: All activities, in the order of their starts.
-        step_seconds: Seconds from the start of the step to the end of its last stage, with the
-            gradient synchronisation and the optimizer's step.
+        step_seconds: Seconds until every stage has ended its computations, its gradient
+            synchronisation and its optimizer's step.
         busy_seconds: Seconds that each stage computes, one tuple per replica.
         peak_bytes: Largest number of bytes that each stage holds at a time.
     """
@@ -115,6 +115,7 @@ def simulate(workload: Workload, split: Sequence[int], recompute: Collection[int
             tuple(busy[replica, stage] for stage in range(workload.stages))
             for replica in range(len(workload.replicas))
         ),
+        # The peak is the same in every replica; see `Workload.peak_bytes`.
         peak_bytes=tuple(costs[0, stage].peak_bytes for stage in range(workload.stages)),
     )
 

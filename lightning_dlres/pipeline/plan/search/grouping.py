@@ -90,6 +90,7 @@ def order_by_ratio(cluster: Cluster, slots: Slots, work: float, gradient_bytes: 
         gradient_bytes: Bytes of the whole model's gradients.
     """
     costs = communication_costs(cluster, slots, gradient_bytes)
+    # The layers will be divided so that all slots compute for the same time.
     seconds = work / sum(slot_power(cluster, slot) for slot in slots)
     ratios = [seconds / cost if cost > 0 else math.inf for cost in costs]
     order = sorted(range(len(slots)), key=lambda index: (-ratios[index], index))

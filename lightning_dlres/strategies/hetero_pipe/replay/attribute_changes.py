@@ -3,15 +3,15 @@
 The changes of one run of the step are a dict from the path of an object to its change. A change is
 a list that starts with its kind:
 
-- `["names", new, removed, order]`: attributes or dict entries. `new` has `[*key, *value]` for each
-  name with a new value, and `removed` has the names that were deleted. `order` has all keys of a
-  dict if their order has changed, else it is None.
+- `["names", new, removed, order]`: attributes or dict entries. `new` has one list of four for each
+  name with a new value: the pair of the name, then the pair of its value. `removed` has the names
+  that were deleted. `order` has all keys of a dict if their order has changed, else it is None.
 - `["items", start, items]`: a list or deque. It keeps its first `start` items; `items` has those
   that follow.
 - `["set", new, removed]`: a set, with its new members and those that it no longer has.
 - `["state", state]`: a random generator.
 
-Every key, value, item and member is a pair `[encoding, value]`. The encoding says how the receiver
+Every name, value, item and member is a pair `[encoding, value]`. The encoding says how the receiver
 makes the value:
 
 - None: the value itself.
@@ -63,15 +63,17 @@ def changed_generators(changes: Tree) -> set[str]:
 
 
 def unsendable_values(changes: Tree) -> dict[str, str]:
-    """Return the class of each object among the changes that cannot be sent, by the object's
-    name."""
+    """Return the class names of the objects that cannot be sent, by the object's full name."""
     classes = {}
     for change in changes.values():
         for encoding, value in _encoded_values(change):
             if encoding == UNSENDABLE:
-                kind, path, name = value
-                attribute = f"{path}.{name}" if path else str(name)
-                classes[attribute if isinstance(name, str) else f"{path}[{name!r}]"] = kind
+                class_name, path, name = value
+                if not isinstance(name, str):
+                    full_name = f"{path}[{name!r}]"
+                else:
+                    full_name = f"{path}.{name}" if path else name
+                classes[full_name] = class_name
     return classes
 
 
@@ -83,7 +85,7 @@ def fingerprints(changes: Tree) -> dict[str, int]:
 def apply_change(
     state: ObjectState, change: Tree, states: Mapping[str, ObjectState], unsendable: Unsendable
 ) -> None:
-    """Apply a change to an object: one that another rank has sent, or one of this rank's own run.
+    """Apply a change to an object; another rank has sent it, or this rank's own run has made it.
 
     Args:
         state: State of the object now.
@@ -103,7 +105,8 @@ def apply_change(
     elif kind == "set":
         new, removed = rest
         removed_members = set(map(decode, removed))
-        # Python's equality would not find NaN. The key would not find a copy of an object.
+        # Members are removed by equality and by `value_key`: NaN equals nothing, and the key of an
+        # object does not match that of an equal copy.
         removed_keys = set(map(value_key, removed_members))
         remaining = {
             member

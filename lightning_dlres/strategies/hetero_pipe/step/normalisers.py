@@ -1,8 +1,8 @@
 """Signs that the loss of a batch is not a mean over samples, read from the step as it runs per
 micro-batch.
 
-The signs are: divisors and factors of the loss, numbers of averaged values, values that are not
-finite, and other operations than before.
+The signs are: divisors, factors or numbers of averaged values that differ between micro-batches;
+losses or gradients that are not finite; and operations that no check of the loss has seen.
 
 The check of the loss (`checks.loss_check`) looks at a few batches only. Between two checks a batch
 may come whose micro-batches have unequal numbers of labels, or one without any label. Then the

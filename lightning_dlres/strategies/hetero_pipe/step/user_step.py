@@ -1,9 +1,9 @@
 """One training step of an unchanged LightningModule, run in two places.
 
 The first stage runs `training_step` up to the call of the pipelined module. This gives the
-module's inputs. The last stage runs it with a call that returns the pipeline's output, and goes on
-to the loss. Every run is isolated: it leaves nothing on the rank. What the step changes, logs and
-prints is collected on the last stage, and applied once on every rank.
+module's inputs. The last stage runs `training_step` up to the loss. There, the call of the module
+returns the pipeline's output. Every run is isolated: it leaves nothing on the rank. What the step
+changes, logs and prints is collected on the last stage, and applied once on every rank.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class StepContext:
         )
 
     def untracked_state(self) -> UntrackedState:
-        """Return the state now that a step can reach and that no run of it can undo."""
+        """Return a snapshot of the state that a step can change and that no run can undo."""
         module, layers = self.module, self.pipelined.layers
         callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
         roots = [
@@ -202,9 +202,14 @@ class LightningStep:
             output: Output of the last layer, for the batch or a micro-batch.
             microbatch: Index of the micro-batch; None for the whole batch.
             sizes: Samples of every micro-batch.
+
+        Raises:
+            UnsupportedStepError: If the step does not call the module exactly once, returns no
+                scalar loss, uses a layer's weight outside of the module, or changes a setting of a
+                layer; or if `split_batch` returns a wrong number of parts.
         """
         context = self.context
-        # Every run starts with the random state of the step's start, as plain training's one run.
+        # Every run starts with the random state that the step's only run has in plain training.
         self._rewind_random_state()
         is_first_run = not self.losses
         if microbatch is None:
@@ -222,7 +227,7 @@ class LightningStep:
             with (
                 self._user_code(guard),
                 self._module_returns(lambda inputs: output, guard),
-                # The first run shows if the step changes settings. A trial must undo every change.
+                # One run is enough to notice a change of settings. A trial undoes that of any run.
                 self._layer_settings_restored() if self.is_trial or is_first_run else nullcontext(),
             ):
                 result = context.module.training_step(*args)
@@ -271,7 +276,7 @@ class LightningStep:
             yield
 
     def restore_metrics(self) -> None:
-        """Put the metrics back to their state of before the step."""
+        """Put the metrics back to their state before the step."""
         self.effects.restore_metrics()
 
     def run_whole(
@@ -309,7 +314,11 @@ class LightningStep:
 
     @contextmanager
     def _user_code(self, guard: PipelinedWeightGuard) -> Iterator[None]:
-        """Context manager in which `training_step` runs: mixed precision, one rank, and a guard."""
+        """Context manager in which `training_step` runs.
+
+        It enters the precision plugin's context, a view of the Trainer with a single device, and
+        the guard.
+        """
         with self.context.precision(), single_device_view("training_step"), guard:
             yield
 
