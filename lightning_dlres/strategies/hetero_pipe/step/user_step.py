@@ -91,7 +91,7 @@ class StepContext:
         )
 
     def untracked_state(self) -> UntrackedState:
-        """Return a snapshot of the state that a step can change and that no run can undo."""
+        """Return a snapshot of the state that a step can change and that isolation cannot undo."""
         module, layers = self.module, self.pipelined.layers
         callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
         roots = [
@@ -316,8 +316,8 @@ class LightningStep:
     def _user_code(self, guard: PipelinedWeightGuard) -> Iterator[None]:
         """Context manager in which `training_step` runs.
 
-        It enters the precision plugin's context, a view of the Trainer with a single device, and
-        the guard.
+        It enters the precision plugin's context, the view of a job of one process
+        (`single_device_view`), and the guard.
         """
         with self.context.precision(), single_device_view("training_step"), guard:
             yield
