@@ -442,7 +442,7 @@ def test_a_missing_split_is_an_error(tmp_path: Path) -> None:
         trainer(tmp_path).fit(Model(), datamodule=dlres.PrefetchCacheDataModule())
     with pytest.raises(dlres.ConfigError, match="Nothing is there"):
         trainer(tmp_path).fit(Model(), datamodule=module(train=str(tmp_path / "nothing")))
-    with pytest.raises(dlres.ConfigError, match="not attached"):
+    with pytest.raises(dlres.ConfigError, match="must be attached"):
         module().train_dataloader()
 
 
