@@ -78,7 +78,7 @@ def reason_against_microbatches(
         part_random_state, part_metrics = digest(rng.snapshot(device)), metrics.partial_states()
         whole.restore_metrics()
         metrics.merge([part_metrics])
-        unlike_metric = metrics.first_unlike(whole_metrics)
+        differing_metric = metrics.first_differing(whole_metrics)
     finally:
         whole.restore_metrics()
         rewind_random_state()
@@ -87,9 +87,9 @@ def reason_against_microbatches(
     if reason is None and compares_values:
         reason = reason_in_fingerprints(runs)
     reason = reason or _log_difference(logs, part_logs)
-    if reason is None and unlike_metric is not None:
+    if reason is None and differing_metric is not None:
         return (
-            f"the metric {unlike_metric!r} has different states after the whole batch and after "
+            f"the metric {differing_metric!r} has different states after the whole batch and after "
             "its micro-batches"
         )
     generators = changed_generators(whole.effects.changed_attributes)

@@ -17,7 +17,8 @@ makes the value:
 - None: the value itself.
 - "in place": a tensor or array that is written into the one that the receiver has, so that other
   references to it see the new values.
-- "known": the value is the path of an object that is replayed by changes of its own.
+- "known": the value is the path of an object that existed before the run. The receiver uses its own
+  object of that path; what the run changed in it is a change of its own.
 - "packed": the value is a container that `replay.containers` has packed.
 - "unsendable": the object cannot be sent. The value is `[class name, path, name]`. A rank that ran
   the step uses the object of its own run. Other ranks keep the value that they have. If they have
@@ -43,12 +44,14 @@ from lightning_dlres.strategies.hetero_pipe.replay.user_objects import (
     value_key,
 )
 
+# The encodings; the module's docstring describes them.
 IN_PLACE = "in place"
 KNOWN = "known"
 PACKED = "packed"
 UNSENDABLE = "unsendable"
 
-# Objects that cannot be sent, by path and name; each rank has those of its own run.
+# Objects that cannot be sent, by the path of their owner and their name in it. A rank has only
+# those that its own run left.
 Unsendable = Mapping[tuple[str, Any], Any]
 
 
@@ -135,7 +138,7 @@ def _apply_names(
     namespace = namespace_of(state.owner)
     for *encoded_key, encoding, value in new:
         key = decode(encoded_key)
-        # A key that this rank does not have cannot get a value.
+        # A key object that this rank does not have cannot get a value.
         result = ABSENT if key is ABSENT else decode((encoding, value), namespace.get(key, ABSENT))
         if result is not ABSENT:
             namespace[key] = result

@@ -111,7 +111,7 @@ class UserState:
         queue: list[tuple[str, Any]] = []
         for name, module in self._modules():
             seen.add(id(module))
-            # A module may be a metric that was made during the run, such as a tracker's.
+            # A module may be a metric that user code made during training, as `MetricTracker` does.
             is_metric = isinstance(module, (Metric, MetricCollection))
             (metrics if is_metric else queue).append((name, module))
         for index, callback in enumerate(self._callbacks):
@@ -125,12 +125,12 @@ class UserState:
                 queue += state.children()
         for index, (path, value) in enumerate(queue):
             kind, is_root = kind_of(value), index < num_roots
-            # Modules are seen from the start, so that no attribute leads to one a second time.
+            # Root modules are in `seen` from the start, so that no attribute adds one again.
             if kind is None or (id(value) in seen and not is_root):
                 continue
             seen.add(id(value))
             if kind == "module" and not is_root:
-                # Not a submodule of the LightningModule: a list or a callback holds it.
+                # No root, so no submodule of the LightningModule: a list or a callback holds it.
                 if id(value) in self._layer_ids:
                     continue
                 queue += [(f"{path}.{name}", child) for name, child in value.named_children()]
@@ -150,17 +150,17 @@ class UserState:
 
 
 class IsolatedState:
-    """The user's state during one run of the step, with copies in the place of all tensors.
+    """The user's state during one run of the step, with copies in place of tensors and arrays.
 
-    The order of calls is: the run, `diff`, `restore`.
+    The constructor puts the copies there. Then follow the run, `diff`, and `restore`.
 
     Args:
         states: The state of all objects before the run.
-        layer_tensors: Tensors that are not copied.
+        layer_tensors: Tensors that layers made, which are not copied.
 
     Attributes:
-        unsendable: Objects that the run left and that cannot be sent to other ranks, by path and
-            key. Filled by `diff`.
+        unsendable: New values that cannot be sent to other ranks, by the path of the object that
+            holds them and their name in it. Filled by `diff`.
     """
 
     def __init__(self, states: Sequence[ObjectState], layer_tensors: LayerTensors) -> None:
@@ -174,7 +174,7 @@ class IsolatedState:
         self._originals: dict[int, tuple[Any, Any, int]] = {}
         self.unsendable: dict[tuple[str, Any], Any] = {}
         for state in states:
-            # A tuple may hold tensors.
+            # Tuples are included because they may hold tensors.
             if any(kind in COPIED_TYPES or issubclass(kind, tuple) for kind in state.types):
                 state.write(self._copied_content(state))
 
@@ -191,11 +191,11 @@ class IsolatedState:
         return changes
 
     def restore(self, layer_tensors: LayerTensors | None = None) -> None:
-        """Give every object its values of before the run; the objects stay the same.
+        """Write the content from before the run back into every object.
 
         Args:
-            layer_tensors: Tensors that layers made during this run. Where a hook stored one as an
-                attribute, it stays: only then is a later use of it noticed.
+            layer_tensors: Tensors that layers made during this run. If a hook stored one as an
+                attribute, the attribute keeps it, so that a later use of it is noticed.
         """
         for state in self._states:
             if state.is_surely_unchanged():
@@ -240,8 +240,8 @@ class IsolatedState:
             starts_alike = all(map(self._is_same, before, now))
             if len(now) == len(before) and starts_alike:
                 return None
-            # Of a list that has grown only the new items are sent. A deque with a maximal length
-            # drops its first items as it grows, so that it is sent whole.
+            # A list that has grown sends only its new items. A deque is sent whole: one with a
+            # maximal length drops its first items as it grows.
             has_grown = starts_alike and len(now) > len(before)
             start = len(before) if has_grown and state.kind == "list" else 0
             items = enumerate(now[start:], start)
@@ -260,7 +260,7 @@ class IsolatedState:
             for index, (key, value) in enumerate(now.items())
             if not self._is_same(before.get(key, ABSENT), value)
         ]
-        # A setting that is missing now may only have become too large to count as one.
+        # A setting that is missing now may still exist: it may have become too large to count.
         gone = [
             self._encoded_key(path, ("old key", index), key)
             for index, key in enumerate(before)
@@ -290,14 +290,16 @@ class IsolatedState:
         return ["set", added, removed] if added or removed else None
 
     def _encoded_key(self, path: str, name: Any, key: Any) -> tuple[Any, Any]:
-        """Return the encoding of a key, and the key to send."""
+        """Return the encoding of a key, and the key to send; see `_encoded`."""
         return (None, key) if type(key) is str else self._encoded(path, name, key)
 
     def _encoded(self, path: str, name: Any, value: Any) -> tuple[Any, Any]:
-        """Return the encoding and the value to send.
+        """Return the encoding and the value to send; see `replay.attribute_changes`.
+
+        A value that cannot be sent is added to `unsendable`.
 
         Args:
-            path: Name of the object that the value belongs to.
+            path: Path of the object that the value belongs to.
             name: Key, index or other name of the value in this object.
             value: The value.
         """
@@ -313,6 +315,7 @@ class IsolatedState:
             return UNSENDABLE, [type(value).__name__, path, name]
 
     def _is_same(self, before: Any, now: Any) -> bool:
+        """Return whether the run left a value as it was; its unwritten copy counts as the same."""
         if before is now:
             return not self._is_written(now)
         if id(now) in self._originals:
@@ -322,6 +325,7 @@ class IsolatedState:
         if isinstance(before, tuple):
             if len(before) != len(now) or not all(map(self._is_same, before, now)):
                 return False
+            # A tuple of the user's class may have attributes beside its items.
             attributes = [tuple(getattr(t, "__dict__", {}).items()) for t in (before, now)]
             return not any(attributes) or self._is_same(*attributes)
         return value_key(before) == value_key(now)

@@ -1,8 +1,8 @@
 """Changes of a training step to buffers that belong to no layer.
 
 Examples are a running centre, a queue, and the statistics of a norm before or after the pipelined
-module. As for attributes, each run of the step works on copies of the values before the step. At
-the end, every rank applies the values that one of the runs left.
+module. As for attributes, each run of the step works on copies of the values before the step. After
+the last run, every rank applies the values that one of the runs left.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Buffers = dict[str, Tensor]
 class NonPipelinedBuffers:
     """The buffers of a model that belong to no layer.
 
-    A buffer that several modules share has a name for each of them. Make an instance for every
-    step: it looks up the modules once.
+    A buffer that several modules share has one name per module. Make a new instance for every step:
+    it looks up the modules only once, and user code may add some between steps.
 
     Args:
         layers: The model's layers.
@@ -42,8 +42,8 @@ class NonPipelinedBuffers:
         }
 
     def isolate(self, before: Buffers) -> None:
-        """Put copies in the place of the buffers of a snapshot. A buffer with two names gets one
-        copy, so that it stays shared."""
+        """Replace the buffers of a snapshot by copies. A buffer with two names gets one copy, so
+        that it stays shared."""
         copies = {id(buffer): buffer.detach().clone() for buffer in before.values()}
         for name, buffer in before.items():
             _set_buffer(self._layers.root, name, copies[id(buffer)])

@@ -1,8 +1,8 @@
-"""Containers of user code as plain data. Other ranks make containers of the same types from it.
+"""Containers of user code as plain data, from which other ranks rebuild the same types.
 
-`core.wire` carries a batch. It refuses sets, deques and subclasses of lists, and makes a plain
-string of a subclass of `str`. An attribute must arrive as the same type, or not at all: a step that
-calls `add` on a set fails on a rank that got a list.
+`core.wire` alone does not suffice, since it is made for batches. It refuses sets, deques and
+subclasses of lists, and turns a subclass of `str` into a plain string. An attribute must arrive as
+the same type, or not at all: a step that calls `add` on a set fails on a rank that got a list.
 
 A packed value is a list:
 
@@ -86,7 +86,7 @@ def pack(value: Any) -> Tree:
             f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank as the same "
             "type. Use numbers, strings, tensors, and lists, tuples, dicts, sets or deques of them."
         )
-    # The methods of the base class, since the user's class may replace them.
+    # Call the methods of the base class, since the user's class may override them.
     items = (
         [[pack(key), pack(item)] for key, item in base.items(value)]
         if issubclass(base, dict)
@@ -116,8 +116,8 @@ def unpack(packed: Tree) -> Any:
     base, kind = _BASE_BY_NAME.get(tag), _at_path(path)
     if base is None or not isinstance(kind, type) or not issubclass(kind, base):
         raise ProtocolError(
-            f"{path!r} must be a {tag} class on every rank, and is none on this one. Import its "
-            "module on all ranks."
+            f"{path!r} must be a subclass of {tag} on every rank, but this rank has no such class. "
+            "Import its module on all ranks."
         )
     result: Any
     if issubclass(base, dict):
@@ -147,7 +147,7 @@ def with_items(value: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
         return value
     result = tuple.__new__(kind, items)
     if hasattr(value, "__dict__"):
-        # Shared, so that a new value of an attribute is seen through both.
+        # Share the attributes, so that a new value is seen through both tuples.
         result.__dict__ = value.__dict__
     return result
 
@@ -158,7 +158,7 @@ def detached_copy(tensor: Tensor) -> Tensor:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    # Names such as `__orig_class__` are set by `typing`.
+    # Leave out names such as `__orig_class__`, which `typing` sets.
     attributes = getattr(value, "__dict__", {})
     return {name: inner for name, inner in attributes.items() if not name.startswith("__")}
 
@@ -190,8 +190,8 @@ def _path_of(thing: Any) -> str:
     is_importable = isinstance(thing, (type, FunctionType, BuiltinFunctionType))
     if not is_importable or _at_path(path) is not thing:
         raise ConfigError(
-            f"{thing!r} cannot be sent to another rank, which would find it by its name. Define it "
-            "at the top level of a module."
+            f"{thing!r} cannot be sent to another rank, which looks it up by its import path. "
+            "Define it at the top level of a module."
         )
     return path
 
@@ -200,8 +200,8 @@ def _factory(path: str) -> Any:
     factory = _at_path(path)
     if not callable(factory):
         raise ProtocolError(
-            f"{path!r} must be the factory of a defaultdict on every rank, and is none on this "
-            "one. Import its module on all ranks."
+            f"{path!r} must be the factory of a defaultdict on every rank, but this rank has no "
+            "such function or class. Import its module on all ranks."
         )
     return factory
 

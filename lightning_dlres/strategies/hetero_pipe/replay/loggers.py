@@ -1,8 +1,8 @@
 """Calls that a training step makes to the loggers directly, not through `self.log`.
 
 Examples are `self.logger.log_image(...)` and `self.logger.experiment.add_text(...)`. Loggers write
-on rank 0 only, but the step runs on another rank, and may run several times. The calls of a run are
-recorded, and then made once on every rank.
+on rank 0 only, but the step may run on another rank, and may run several times. The calls of a run
+are recorded, and then made once on every rank.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class LoggerCall:
 
     Attributes:
         logger: Index of the logger in `trainer.loggers`.
-        path: Steps that lead from the logger to the method: an attribute's name, or a key in a
-            tuple of one, as of `experiment["loss"].append(...)`.
+        path: Steps that lead from the logger to the method. A string is an attribute's name; a
+            tuple with one element is a key. `logger.experiment["loss"].append(...)` has the path
+            `("experiment", ("loss",), "append")`.
         args: Positional arguments.
         kwargs: Keyword arguments.
     """
@@ -53,12 +54,12 @@ class LoggerCall:
 
     @staticmethod
     def replay(tree: Tree, loggers: Sequence[Logger]) -> None:
-        """Make the call that `to_tree` returned; warn if its arguments could not be sent."""
+        """Make the call that `to_tree` encoded; warn if its arguments could not be sent."""
         index, path, args, kwargs_or_error = tree
         if args is None:
             steps = [f".{step}" if isinstance(step, str) else f"[{step[0]}]" for step in path]
             rank_zero_warn(
-                f"dlres: logger{''.join(steps)}(...) in training_step is left out: "
+                f"dlres: the call logger{''.join(steps)}(...) in training_step is left out: "
                 f"{kwargs_or_error}"
             )
             return
@@ -69,7 +70,7 @@ class LoggerCall:
 
 
 class _Recorder:
-    """Replacement for a logger's experiment or an attribute of it.
+    """Replacement for a logger's `log_` methods and its experiment, and for parts of these.
 
     Every attribute and item is again a recorder. Calls are recorded and return None.
     """
@@ -116,8 +117,8 @@ def isolated_loggers(loggers: Sequence[Logger]) -> Iterator[list[LoggerCall]]:
 
 @cache
 def _recording_class(kind: type[Logger]) -> type[Logger]:
-    """Return a subclass of a logger class whose logging methods are those of the instance's
-    recorder."""
+    """Return a subclass of a logger class that takes `log_` methods and `experiment` from the
+    instance's recorder."""
     names = [name for name in dir(kind) if name.startswith("log_") or name == "experiment"]
     methods = [n for n in names if n == "experiment" or callable(getattr(kind, n, None))]
     # `experiment` is often a property of the class, which takes precedence over an attribute of the

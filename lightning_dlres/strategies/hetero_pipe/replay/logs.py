@@ -21,6 +21,7 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 
+# Functions that merge the values of micro-batches, by the name of `reduce_fx`.
 _MERGERS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": torch.sum,
     "max": torch.amax,
@@ -69,7 +70,7 @@ class LogRecord:
 
     @staticmethod
     def from_tree(tree: Tree, metrics: MetricStates) -> LogRecord:
-        """Return the record that `to_tree` has made plain data of.
+        """Return the record that `to_tree` encoded.
 
         Raises:
             UnsupportedStepError: If this rank does not have the reduce function.
@@ -125,9 +126,9 @@ def merge_parts(parts: Sequence[Sequence[LogRecord]], sizes: Sequence[int]) -> l
     """Return the records of the batch, merged from those of its micro-batches.
 
     Means are weighted by samples. Sums, maxima and minima are those of the values. A reduce
-    function of the user's gets the stacked values. If only some micro-batches logged a name, only
-    they count. If a name was logged several times, the first calls are merged with each other, and
-    so on.
+    function of the user's gets the stacked values. Micro-batches that did not log a name do not
+    count for it. If each micro-batch logged a name several times, the first calls are merged with
+    each other, then the second calls, and so on.
 
     Args:
         parts: Records of every micro-batch.
@@ -170,7 +171,11 @@ def _merge(column: Sequence[LogRecord], sizes: Sequence[int]) -> LogRecord:
 
 
 def _import_path(function: Callable[..., Any], name: str) -> str:
-    """Return "module:qualname" of a function that is logged with under `name`.
+    """Return "module:qualname" of a reduce function.
+
+    Args:
+        function: The reduce function.
+        name: Name of the logged value, for the message.
 
     Raises:
         UnsupportedStepError: If this path does not lead to the function.
@@ -200,7 +205,7 @@ def _function_at(path: str) -> Callable[..., Any]:
         result = getattr(result, part, None)
     if not callable(result):
         raise UnsupportedStepError(
-            f"The reduce function {path!r} of a log record must exist on every rank, and does not "
-            "exist on this one. Import its module on all ranks."
+            f"The reduce function {path!r} of self.log must exist on every rank, but this rank has "
+            "no such function. Import its module on all ranks."
         )
     return result  # type: ignore[no-any-return]

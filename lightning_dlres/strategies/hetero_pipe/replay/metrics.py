@@ -1,6 +1,6 @@
 """States of torchmetrics objects, sent from the rank that updated them to all others.
 
-In training only the last stage sees outputs, but every rank computes the metric at the end of the
+In training only the last stage updates a metric, but every rank computes it at the end of the
 epoch. If the step ran on the whole batch, other ranks get the changes of the states (`diff`,
 `apply`). If it ran per micro-batch, every last stage sends the states of its micro-batches, and all
 ranks merge them (`reset`, `partial_states`, `merge`).
@@ -24,8 +24,8 @@ from lightning_dlres.strategies.hetero_pipe.replay.user_objects import same_tens
 
 # Relative difference of two states that counts as rounding.
 _ROUNDING = 1e-4
-# Metrics of runs that are over, by id, with their number of updates at the end of the run. Hooks
-# such as `on_fit_end`, and the script itself, still compute them.
+# Metrics of runs that are over, by id, with their number of updates at the end of the run. User
+# code may still compute them, in hooks such as `on_fit_end` or after the run.
 _finished: dict[int, tuple[weakref.ref[Metric], int]] = {}
 
 
@@ -122,12 +122,13 @@ class MetricStates:
         return next((name for name, m in self.metrics.items() if m is metric), None)
 
     def first_unmergeable(self) -> str | None:
-        """Return the name of a metric whose state cannot be merged from parts of a batch; None
-        without one."""
+        """Return the name of the first metric whose state cannot be merged from parts of a batch;
+        None without one."""
         for name, metric in self.metrics.items():
             updates_by_parts = metric.full_state_update is False
             mergers = _compat.metric_mergers(metric)
-            # Lists have no sum. A state that is a list now counts, whatever its default was.
+            # Lists cannot be summed. The state's present type counts: it may differ from the
+            # default's.
             has_lists_to_reduce = any(
                 isinstance(state, list) and mergers.get(key) != "cat"
                 for key, state in metric.metric_state.items()
@@ -157,7 +158,7 @@ class MetricStates:
             self.restore(saved)
 
     def diff(self, before: Snapshot) -> Tree:
-        """Return the changes since a snapshot; of a list that has grown only the new items."""
+        """Return the changes since a snapshot. A list that has grown gives only its new items."""
         self._separate_compute_groups()
         changes = {}
         for name, metric in self.metrics.items():
@@ -215,22 +216,22 @@ class MetricStates:
             metric = self.metrics[name]
             mergers = _compat.metric_mergers(metric)
             states = [part[name][0] for part in parts if name in part]
-            batch = {k: _merged([s[k] for s in states], how) for k, how in mergers.items()}
+            batch = {k: _merged([s[k] for s in states], merger) for k, merger in mergers.items()}
             before, (updates, last_value) = metric.metric_state, _compat.metric_progress(metric)
             if any(part[name][1] for part in parts if name in part):
-                # The metric computes from its own state, so that it gets the batch's for a moment.
+                # `compute` reads the metric's own state, so give it the batch's temporarily.
                 self._set(name, batch, 1, None)
                 last_value = metric.compute()
             total = (
-                {k: _merged([before[k], batch[k]], how) for k, how in mergers.items()}
+                {k: _merged([before[k], batch[k]], merger) for k, merger in mergers.items()}
                 if updates
                 else batch
             )
             self._set(name, total, updates + 1, last_value)
 
-    def first_unlike(self, snapshot: Snapshot) -> str | None:
-        """Return the name of a metric whose state differs from the snapshot by more than rounding;
-        None without one."""
+    def first_differing(self, snapshot: Snapshot) -> str | None:
+        """Return the name of the first metric whose state differs from the snapshot by more than
+        rounding; None without one."""
         for name, current in self.snapshot().items():
             expected = snapshot[name].state
             if not all(_is_close(value, expected[key]) for key, value in current.state.items()):
@@ -284,15 +285,24 @@ def _patched(current: Any, start: int, value: Any) -> Any:
     return [*current[:start], *value] if start else list(value)
 
 
-def _merged(states: list[Any], how: str | None) -> Any:
-    if how == "cat":
+def _merged(states: list[Any], merger: str | None) -> Any:
+    """Return one state made of several.
+
+    Args:
+        states: States of the same name, in the order of micro-batches.
+        merger: "cat", "sum", "max" or "min". A metric with None is not run per micro-batch; see
+            `first_unmergeable`.
+    """
+    if merger == "cat":
         if any(isinstance(state, list) for state in states):
             # Some parts may have a tensor, which is the concatenation of a list.
             lists = [state if isinstance(state, list) else [state] for state in states]
             return [item for items in lists for item in items]
         return torch.cat([torch.atleast_1d(state) for state in states])
     stacked: Tensor = torch.stack(states)
-    return stacked.sum(0) if how == "sum" else stacked.amax(0) if how == "max" else stacked.amin(0)
+    if merger == "sum":
+        return stacked.sum(0)
+    return stacked.amax(0) if merger == "max" else stacked.amin(0)
 
 
 def _is_close(value: Any, expected: Any) -> bool:

@@ -28,7 +28,8 @@ def isolated_output(shows_logging: bool) -> Iterator[StringIO]:
     text, breakpoint_hook = StringIO(), sys.breakpointhook
     disabled_level = logging.root.manager.disable
     if not shows_logging:
-        # The prompt of a debugger is captured with all other output: the run would wait for ever.
+        # A debugger's prompt would be captured with all other output. The user would not see it,
+        # and the run would wait for ever.
         sys.breakpointhook = _ignore_breakpoint
         logging.disable(logging.CRITICAL)
     try:

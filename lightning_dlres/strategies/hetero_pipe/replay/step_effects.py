@@ -1,16 +1,18 @@
 """Side effects of one training step: isolated in every run, collected, and applied on all ranks.
 
-A step may run several times on this rank: up to the module's call, from the call on, or once per
-micro-batch. The rules are:
+A step may run several times on this rank: up to the call of the pipelined module, from that call
+on, or once per micro-batch. The rules are:
 
-- Every run starts from the state of before the step, and leaves nothing behind. Metrics are the
-  exception: over the runs on micro-batches they add up. `restore_metrics` and `MetricStates.merge`
-  end this, after the step.
-- Changes of attributes and buffers are those of the last run, on the first replica that ran the
-  step. With `schedule="auto"`, runs that leave different values make the strategy fall back to one
-  run on the whole batch. With a schedule that the user chose, the last run counts.
-- Calls of `self.log` and of loggers are recorded in every run.
-- Printed text is that of the first run that finishes the step.
+- Every run starts from the state before the step, and leaves nothing behind. Metrics are the
+  exception: they accumulate over the runs on micro-batches. After the step, `apply` restores them
+  and merges the states that the micro-batches contributed.
+- All ranks get the attributes and buffers that the last run on the first replica left. With
+  `schedule="auto"`, runs that leave different values make the strategy fall back to one run on the
+  whole batch. With a schedule that the user chose, the last run counts.
+- Calls of `self.log` are recorded in every run, and merged if the runs were on micro-batches.
+- Calls of loggers are recorded in every run. They are made after a run on the whole batch only:
+  `checks.loss_check` refuses them in a run on a micro-batch.
+- Printed text is that of the first run, on the first replica, that finishes the step.
 - `should_stop` is set if any run on any rank sets it.
 """
 
@@ -54,7 +56,7 @@ class IsolatedRun:
     """One run of the step, and the side effects that it has had so far.
 
     Attributes:
-        state: The user's attributes, as copies.
+        state: The user's attributes, with copies in place of tensors and arrays.
         logs: Calls of `self.log`.
         logger_calls: Calls of the loggers' own methods.
         output: Printed text.
@@ -73,13 +75,14 @@ class StepEffects:
         module: The LightningModule.
         layers: Its pipelined layers.
         state: The user's state, read anew for every run.
-        metrics: The metrics.
+        metrics: States of the model's metrics.
         device: Device of this rank.
 
     Attributes:
         logs: Calls of `self.log` of every collected run, in the order of micro-batches.
         logger_calls: Calls of loggers of every collected run.
-        fingerprints: For every collected run a hash of each change; see `fingerprints`.
+        fingerprints: For every collected run, hashes of its changes by path, and of its printed
+            text by `PRINTED`.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class StepEffects:
         self.logger_calls: list[list[LoggerCall]] = []
         self.fingerprints: list[dict[str, int]] = []
         self._changes: Tree = {"attributes": {}, "buffers": {}, "should_stop": False}
+        # Objects of the last collected run that cannot be sent. This rank applies its own ones.
         self._unsendable: dict[tuple[str, Any], Any] = {}
         # Names of changes that a step per micro-batch must not make, over all runs: a micro-batch
         # before the last may be the only one that makes them.
@@ -126,15 +130,16 @@ class StepEffects:
         new_layer_tensors: LayerTensors | None = None,
         shows_logging: bool = False,
     ) -> Iterator[IsolatedRun]:
-        """Context manager for one run, after which user code has changed, logged and printed
-        nothing.
+        """Context manager that undoes all that user code changes, logs and prints in one run.
 
-        Metrics are not isolated here, since they add up over the runs on micro-batches.
+        Metrics are not isolated here, since they accumulate over the runs on micro-batches.
 
         Args:
-            old_layer_tensors: Tensors that layers made before the run, and that stay as they are.
-            new_layer_tensors: Tensors that layers make in this run. Attributes keep them.
-            shows_logging: Whether messages of Python's `logging` appear.
+            old_layer_tensors: Tensors that layers made before the run. They are not copied, so that
+                a use of them is noticed.
+            new_layer_tensors: Tensors that layers make in this run. An attribute that holds one
+                keeps it after the run, so that a later use is noticed.
+            shows_logging: Whether messages of Python's `logging` appear, and breakpoints stop.
 
         Yields:
             The run. Call `collect` with it before the end to keep its side effects.
@@ -161,8 +166,7 @@ class StepEffects:
             yield
 
     def collect(self, run: IsolatedRun) -> None:
-        """Keep the side effects of a run; called at the end of `isolated`, before they are
-        undone."""
+        """Keep the side effects of a run. Called inside `isolated`, whose end undoes them."""
         attributes = run.state.diff()
         self._changes = {
             "attributes": attributes,
@@ -204,15 +208,16 @@ class StepEffects:
             **self._changes,
             "printed": self._printed,
             "fingerprints": self.fingerprints,
-            "once_per_batch": {kind: sorted(n) for kind, n in self._once_per_batch.items()},
+            "once_per_batch": {kind: sorted(names) for kind, names in self._once_per_batch.items()},
             "rng": rng.snapshot(self._device),
         }
 
     def apply(self, records: Sequence[Tree], part_sizes: Sequence[int] | None) -> None:
         """Apply the side effects of the step to this rank.
 
-        Called once on every rank, also on the ranks that ran the step: there they were undone. The
-        first record decides about attributes, buffers, random state and printed text.
+        Called once on every rank, also on the ranks that ran the step, because each run was undone.
+        Attributes, buffers, random state and printed text come from the first record. Only a run on
+        the whole batch may have calls of loggers, and there is one record then.
 
         Args:
             records: Results of `to_tree` of the ranks that ran the step, the same on all ranks.
@@ -240,6 +245,6 @@ class StepEffects:
             LoggerCall.replay(call, self._trainer.loggers)
 
     def restore_metrics(self) -> None:
-        """Put the metrics back to their state of before the step."""
+        """Put the metrics back to their state before the step."""
         if self._metrics_before:
             self._metrics.restore(self._metrics_before)

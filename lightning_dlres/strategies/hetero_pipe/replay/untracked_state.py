@@ -1,10 +1,10 @@
-"""State that a training step can change and that no run of it can undo.
+"""State that a training step can change, but that this package does not undo after a run of it.
 
 This is: globals and class attributes of the user's Python modules, objects with `__slots__`,
 iterators, open files, function closures, and large tensors of data sets and samplers.
 
-The state is read before and after the trial step on real samples. One line for the user names what
-changed.
+The state is read before and after the trial step on real samples. One line for the user names the
+parts that changed.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 _INSTALL_FOLDERS = {"site-packages", "dist-packages"}
 
-# The parts of an object, by name. A name starts with "." for an attribute and with "[" for an item.
-# A part without a name of the user's, such as inside an iterator, starts with " ". The object's own
-# value has the empty name.
+# The parts of an object, by name. An attribute's name starts with "." and an item's with "[". A
+# part for which user code has no name, such as the list inside an iterator, has a name that starts
+# with " ". The object's own value has the empty name.
 Entries = list[tuple[str, Any]]
 
 
@@ -86,12 +86,12 @@ class UntrackedState:
                 continue
             seen.add(id(value))
             self._objects.append((path, value, entries))
-            # Parts without a name of the user's get the name of the object.
+            # A part whose name starts with " " gets the name of the object.
             queue += [(path + name.partition(" ")[0], inner) for name, inner in entries]
 
     def changed(self, layer_tensors: LayerTensors) -> list[str]:
-        """Return the names of the parts that have changed since, except for tensors that layers
-        made."""
+        """Return the names of the parts that have changed since this object was made, except for
+        tensors that layers made."""
         names: dict[str, None] = {}
         for path, value, entries in self._objects:
             before, now = dict(entries), dict(_read(value) or [])
@@ -126,7 +126,7 @@ def _read(value: Any) -> Entries | None:
     try:
         return _entries(value)
     except Exception:
-        # An object of the user's may raise at any access, such as a proxy of a closed one.
+        # An object of the user's may raise at any access, such as a proxy of a closed connection.
         return None
 
 
@@ -205,8 +205,8 @@ def _file_position(file: io.IOBase) -> int:
     try:
         return file.tell() if not file.closed and file.seekable() else -1
     except (OSError, ValueError):
-        # `tell` of a text file raises while the file is iterated. The position of its buffer moves,
-        # too, one block at a time.
+        # `tell` of a text file raises while user code iterates over the file. Its buffer has a
+        # position, too, which moves one block at a time.
         return _file_position(file.buffer) if hasattr(file, "buffer") else -1
 
 

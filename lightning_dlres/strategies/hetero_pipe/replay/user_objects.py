@@ -1,6 +1,6 @@
-"""Objects that hold state of user code: their kinds, their content, and writing it back.
+"""Objects that hold state of user code: their kinds, and reading and writing their content.
 
-An object of the user's is a module, a callback, a container, any object with attributes, or a
+An object of the user's is a module, a callback, a container, any other object with attributes, or a
 random generator. `ObjectState` is the content of one such object at one point in time.
 """
 
@@ -32,7 +32,7 @@ from lightning_dlres.core.wire.payload import as_bytes
 from lightning_dlres.pipeline.execute.digest import digest
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
-# A name without a value.
+# Stands for a missing value, where None may be a value.
 ABSENT = object()
 # Kinds whose content maps names, or keys, to values.
 NAMED_KINDS = frozenset({"object", "module", "dict", "settings"})
@@ -46,7 +46,7 @@ _LIBRARIES = {
     *("logging", "threading", "queue", "socket", "multiprocessing", "concurrent", "asyncio"),
     *("matplotlib", "PIL", "pandas", "wandb", "tensorboard", "weakref", "_thread", "io", "typing"),
 }
-# Classes that are not the user's state either, nor are subclasses of them that the user defines.
+# Objects of these classes are not the user's state either, even if the user defines a subclass.
 _OPAQUE = (
     type,
     FunctionType,
@@ -250,7 +250,9 @@ def read_content(owner: Any, kind: str) -> Any:
 def slot_names(kind: Any) -> tuple[str, ...]:
     """Return the names in the `__slots__` of a class and its base classes."""
     slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    return tuple(n for of in slots for n in ((of,) if isinstance(of, str) else of))
+    return tuple(
+        name for names in slots for name in ((names,) if isinstance(names, str) else names)
+    )
 
 
 def are_identical(a: Collection[Any], b: Collection[Any]) -> bool:
@@ -304,8 +306,9 @@ def _same_members(a: Collection[Any], b: Collection[Any]) -> bool:
 
 def _write_names(owner: Any, kind: str, content: dict[Any, Any]) -> None:
     namespace = owner if kind == "dict" else vars(owner)
-    # A quick check by length. Names that it misses are deleted at the end. A module needs the slow
-    # check: its namespace also has names that are not content.
+    # Delete the names that `content` lacks. Comparing lengths is quick, but misses a name that took
+    # the place of another: the check after the write finds it. The lengths of a module prove
+    # nothing, since its namespace also has names that are not content.
     if len(namespace) != len(content) or kind == "module":
         for name in [n for n in read_content(owner, kind) if n not in content]:
             del namespace[name]
