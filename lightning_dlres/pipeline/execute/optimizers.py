@@ -123,6 +123,8 @@ def set_state_device(optimizer: Optimizer, device: torch.device) -> None:
         for key, value in state.items():
             if (
                 isinstance(value, Tensor)
+                # The count of a parameter without dimensions has the parameter's shape.
+                and key != "step"
                 and value.shape == parameter.shape
                 and value.device != device
             ):

@@ -74,17 +74,17 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ranks = sorted(rank for replica in self.replicas for rank in replica)
         if not self.split or min(self.split) < 1:
             raise ConfigError(
-                f"split must give every stage at least one layer, got {list(self.split)}. Use "
+                f"split must be at least one layer for every stage, got {list(self.split)}. Use "
                 "fewer stages."
             )
         if not self.replicas or any(len(replica) != len(self.split) for replica in self.replicas):
             raise ConfigError(
-                f"replicas must have one rank for each stage of split ({len(self.split)}), "
+                f"replicas must be lists with a rank for each stage of split ({len(self.split)}), "
                 f"got {[list(r) for r in self.replicas]}. Use replicas=((0, 1),) for two stages."
             )
         if ranks != list(range(len(ranks))):
             raise ConfigError(
-                f"replicas must contain each rank from 0 to {len(ranks) - 1} exactly once, got "
+                f"replicas must be lists of the ranks 0 to {len(ranks) - 1}, each once, got "
                 f"{ranks}. Number the ranks from 0."
             )
         if self.layers and sum(self.split) != len(self.layers):

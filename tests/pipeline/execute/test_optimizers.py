@@ -215,3 +215,14 @@ def test_temporary_bytes_depend_on_the_order_of_parameters() -> None:
     assert adam.of([10]) == 20
     assert adam.of([10, 4, 10]) == 24
     assert adam.of([4, 10, 10]) == 30
+
+
+def test_the_count_of_a_parameter_without_dimensions_stays() -> None:
+    parameter = nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.grad = torch.tensor(1.0)
+    optimizer.step()
+    set_state_device(optimizer, torch.device("meta"))
+    state = optimizer.state[parameter]
+    assert state["exp_avg"].device.type == "meta"
+    assert state["step"].device.type == "cpu"

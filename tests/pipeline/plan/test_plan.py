@@ -172,13 +172,16 @@ def test_a_rank_name_has_stage_and_replica() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"replicas": ()}, "replicas must have one rank for each stage of split"),
-        ({"replicas": ((0, 1), (2,))}, "replicas must have one rank for each stage of split"),
-        ({"split": (1, 1, 1)}, r"one rank for each stage of split \(3\)"),
-        ({"replicas": ((0, 1), (1, 2))}, "each rank from 0 to 3 exactly once"),
-        ({"replicas": ((0, 1), (2, 4))}, "each rank from 0 to 3 exactly once"),
+        ({"replicas": ()}, "replicas must be lists with a rank for each stage of split"),
+        (
+            {"replicas": ((0, 1), (2,))},
+            "replicas must be lists with a rank for each stage of split",
+        ),
+        ({"split": (1, 1, 1)}, r"a rank for each stage of split \(3\)"),
+        ({"replicas": ((0, 1), (1, 2))}, "the ranks 0 to 3, each once"),
+        ({"replicas": ((0, 1), (2, 4))}, "the ranks 0 to 3, each once"),
         ({"replicas": ((-1, 0), (1, 2))}, "replicas must be "),
-        ({"split": (3, 0)}, "split must give every stage at least one layer"),
+        ({"split": (3, 0)}, "split must be at least one layer for every stage"),
         ({"split": (4, -1)}, "split must be a whole number"),
         ({"split": (2, 2)}, "split must add up to the 3 layers"),
         ({"recompute": (3,)}, "indices of layers from 0 to 2"),
