@@ -113,16 +113,16 @@ class CacheClient:
         self._call(messages.BEGIN, msgspec.msgpack.encode(begin))
         return epoch_id
 
-    def may_request(self, waiting: int, most: int) -> bool:
+    def may_request(self, waiting: int, max_waiting: int) -> bool:
         """Return True if one more batch may be requested.
 
         The cache itself limits the bytes.
 
         Args:
             waiting: Number of requested batches that the loader has not passed on yet.
-            most: Maximum of `waiting`.
+            max_waiting: Maximum number of such batches.
         """
-        return waiting < most
+        return waiting < max_waiting
 
     def request_batch(self, epoch_id: int, epoch_slots: EpochSlots) -> Future[Samples]:
         """Request the samples of epoch slots, uint32[n].

@@ -248,8 +248,8 @@ class PrefetchWindow:
     """Open epochs, and the bytes of the cache space that are promised to their samples.
 
     The bytes of a sample are promised in two cases. It is in use, or its epoch slot is below the
-    reach and its state is neither DONE nor PINNED. Invariant: promised bytes never exceed the
-    budget.
+    reach and its state is neither DONE nor PINNED. Invariant, if there is a budget: promised bytes
+    never exceed it.
 
     Args:
         sizes: int64[samples], in bytes.

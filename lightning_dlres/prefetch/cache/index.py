@@ -79,41 +79,43 @@ class CacheIndex:
         arrays = (self.sample_ids, self.lists, self.starts, self.cursors)
         return sum(array.nbytes for array in arrays)
 
-    def run_on_miss(self, epoch_slot: int, most: int, states: Any) -> EpochSlots:
+    def run_on_miss(self, epoch_slot: int, max_slots: int, states: Any) -> EpochSlots:
         """Return the run of a missed epoch slot and the next unfetched ones of its prefetch list.
 
         Args:
             epoch_slot: The miss.
-            most: Maximum number of epoch slots to return, the miss included.
+            max_slots: Maximum number of epoch slots to return, the miss included.
             states: int32[n], the epoch's row of the slot table.
         """
         node = int(self.sample_ids[epoch_slot]) % self.nodes
         node_list = self.lists[self.starts[node] : self.starts[node + 1]]
         at = int(np.searchsorted(node_list, epoch_slot))
-        run = np.empty(most, dtype=np.uint32)
+        run = np.empty(max_slots, dtype=np.uint32)
         unlimited = np.iinfo(np.int64).max
         count, _ = _collect_unfetched(node_list, at, len(node_list), states, unlimited, run)
         return run[:count]
 
-    def run_ahead(self, node: int, most: int, reach: int, states: Any) -> tuple[EpochSlots, bool]:
+    def run_ahead(
+        self, node: int, max_slots: int, reach: int, states: Any
+    ) -> tuple[EpochSlots, bool]:
         """Return the next run of a node's prefetch list, and whether the run is final.
 
         Args:
             node: The storage node.
-            most: Maximum number of epoch slots to return.
+            max_slots: Maximum number of epoch slots to return.
             reach: Only epoch slots below it are returned.
             states: int32[n], the epoch's row of the slot table.
 
         Returns:
-            Epoch slots, uint32[0 to `most`]; true if the run is final. A final run does not grow
-            when the reach grows, because it has `most` slots or ends the list.
+            Epoch slots, uint32[0 to `max_slots`]; true if the run is final. A final run does not
+            grow when the reach grows, because it has `max_slots` slots or ends the list.
         """
-        run = np.empty(most, dtype=np.uint32)
+        run = np.empty(max_slots, dtype=np.uint32)
         at, stop = int(self.cursors[node]), int(self.starts[node + 1])
         at = _first_unfetched(self.lists, at, stop, states)
         self.cursors[node] = at
         count, end = _collect_unfetched(self.lists, at, stop, states, reach, run)
-        return run[:count], count == most or end == stop
+        return run[:count], count == max_slots or end == stop
 
 
 def count_missing(states: Any, epoch_slots: EpochSlots) -> int:
@@ -127,9 +129,9 @@ def extend_reach(
 ) -> tuple[int, int]:
     """Extend the reach of an epoch as far as the budget goes.
 
-    Promised are the bytes of the samples in use, and of all samples before the reach, whether they
-    were fetched or not. So samples that are needed first never wait for room that later samples
-    have taken.
+    The promised bytes are those of the samples in use, and of all samples before the reach, whether
+    they were fetched or not. Samples that are done or pinned do not count. So samples that are
+    needed first never wait for room that later samples have taken.
 
     Args:
         sample_ids: uint32[n], by epoch slot.

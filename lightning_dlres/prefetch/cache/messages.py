@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_dlres.core.wire.endpoint import protocol_error
 from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
-from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES, SampleIds, Tail
+from lightning_dlres.prefetch.order.sequence import MAX_SAMPLES, SampleIds, Tail
 from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
 # Kinds of messages.
@@ -30,7 +30,7 @@ METRICS, MEASURED = "metrics", "measured"
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 # The next two are bounded because the cache allocates memory in proportion to them.
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-_Batch = Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)]
+_Batch = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 # request_id and epoch_id; uint32 epoch slots follow.
 _BATCH_REQUEST_HEAD = struct.Struct("<qq")
 # request_id, number of samples, bytes of the keys, bytes of the direct samples.

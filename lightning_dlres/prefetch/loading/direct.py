@@ -90,18 +90,18 @@ class DirectClient:
         self._epoch_samples = needed_samples(len(self.reader.table), begin)
         return begin.epoch_id
 
-    def may_request(self, waiting: int, most: int) -> bool:
+    def may_request(self, waiting: int, max_waiting: int) -> bool:
         """Return true if one more batch may be requested; arguments as in `CacheClient`.
 
-        Up to `most` batches may wait if the budget in bytes allows, and more if the storage is
-        slow.
+        Up to `max_waiting` batches may wait if the budget in bytes allows, and more if the storage
+        is slow.
         """
         if not waiting:
             # Even a batch that is larger than the budget has to be read.
             return True
         if self._bytes_ahead < min(_SMALL_BYTES, self._budget):
-            return waiting < max(most, self._max_window)
-        return waiting < max(most, self._window) and self._bytes_ahead < self._budget
+            return waiting < max(max_waiting, self._max_window)
+        return waiting < max(max_waiting, self._window) and self._bytes_ahead < self._budget
 
     def request_batch(self, epoch_id: int, epoch_slots: EpochSlots) -> Future[LocalSamples]:
         """Request the samples of some epoch slots (uint32[n]). The future gets them, or the error,

@@ -103,7 +103,7 @@ class PrefetchLoader:
         check_name(cache)
         self._cache, self._config = cache, config
         self._ranks = ranks or Ranks()
-        # Some arguments are first used later, but must fail here.
+        # Check here also the arguments that are first used later.
         whole_number("batch_size", batch_size, "batch_size=32")
         whole_number("seed", seed, "seed=0", least=0)
         if epochs is not None:
@@ -334,7 +334,7 @@ class _EpochIterator(Iterator[Any]):
         self._requested: deque[Future[Any]] = deque()
         # Batches that workers are making, oldest first. Each function waits for its batch and
         # returns it.
-        self._in_making: deque[Callable[[], Any]] = deque()
+        self._in_progress: deque[Callable[[], Any]] = deque()
         # True once the caller has asked for a batch.
         self.has_started = False
         # Error of every further call once the iterator has ended.
@@ -363,7 +363,7 @@ class _EpochIterator(Iterator[Any]):
         if self._end_error is None:
             self._end_error = reason
             self._requested.clear()
-            self._in_making.clear()
+            self._in_progress.clear()
 
     def _start(self) -> None:
         loader, ranks = self._loader, self._loader._ranks
@@ -380,7 +380,7 @@ class _EpochIterator(Iterator[Any]):
         self._is_on_miss = loader._config.lookahead == 0
         # Two batches for each worker, as in torch's DataLoader, and one for the caller.
         self._max_requested = 1 if self._is_on_miss else 2 + 2 * self._pool.num_workers
-        self._max_in_making = 1 + 2 * self._pool.num_workers
+        self._max_in_progress = 1 + 2 * self._pool.num_workers
         self._epoch_seed = splitmix64(splitmix64(loader._seed % 2**64) + loader._epoch)
         self.has_started = True
 
@@ -388,11 +388,11 @@ class _EpochIterator(Iterator[Any]):
         if not self.has_started:
             self._start()
         self._request()
-        if not self._in_making and not self._requested:
+        if not self._in_progress and not self._requested:
             self._loader._is_finished = True
             raise StopIteration
         self._pass_to_workers()
-        make = self._in_making.popleft()
+        make = self._in_progress.popleft()
         started = time.monotonic()
         batch = make()
         if self._pool.num_workers:
@@ -414,9 +414,9 @@ class _EpochIterator(Iterator[Any]):
             waits: True: wait for the first batch if workers make none. False: never wait, and leave
                 the error of a failed batch to the call that needs the batch.
         """
-        while self._requested and len(self._in_making) < self._max_in_making:
+        while self._requested and len(self._in_progress) < self._max_in_progress:
             first = self._requested[0]
-            if (self._in_making or not waits) and not first.done():
+            if (self._in_progress or not waits) and not first.done():
                 return
             if not waits and first.exception() is not None:
                 return
@@ -424,7 +424,7 @@ class _EpochIterator(Iterator[Any]):
             samples = self._loader.client.wait(self._requested.popleft())
             self._loader.stalled_seconds += time.monotonic() - started
             samples.epoch_seed = self._epoch_seed
-            self._in_making.append(self._pool.submit(samples))
+            self._in_progress.append(self._pool.submit(samples))
             # Otherwise this frame would hold the samples until the next iteration.
             del samples
             if not self._is_on_miss:

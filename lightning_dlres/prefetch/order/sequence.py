@@ -24,7 +24,7 @@ Tail = Literal["drop", "pad", "uneven"]
 # uint32[n], indices of samples in the data set.
 SampleIds = NDArray[np.uint32]
 # Maximum number of samples in a data set. A sample id has 32 bits, one of which is reserved.
-MOST_SAMPLES = 2**31 - 1
+MAX_SAMPLES = 2**31 - 1
 
 _WORD_MASK = 2**64 - 1
 _SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15  # SplitMix64: Steele, Lea and Flood, OOPSLA 2014
@@ -69,9 +69,9 @@ class ShardSpec:
     tail: Tail = "pad"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.samples <= MOST_SAMPLES:
+        if not 0 <= self.samples <= MAX_SAMPLES:
             raise ConfigError(
-                got_expected("samples", self.samples, f"0 to {MOST_SAMPLES}", "several data sets")
+                got_expected("samples", self.samples, f"0 to {MAX_SAMPLES}", "several data sets")
             )
         if not 0 <= self.consumed <= self.samples:
             raise ConfigError(

@@ -25,10 +25,10 @@ from lightning_dlres.prefetch.storage.source import open_source_unchecked
 from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
 # Seconds between two tries of a read; the pause doubles after each try.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+_FIRST_PAUSE, _MAX_PAUSE = 0.05, 2.0
 # Seconds beyond the timeout before a fetch counts as hanging. A read that fails shortly after the
 # timeout gives an error that says more.
-GRACE = 2.0
+GRACE_SECONDS = 2.0
 # A fetch counts as having waited for the storage if its thread gave up the processor at least once
 # in this many files. If it did so more rarely, it waited for the interpreter's lock.
 _FILES_PER_WAIT = 4
@@ -74,8 +74,8 @@ class FileStorage(Storage):
         self.has_waited = True
         # With a reader that is not concurrent, a second thread would wait for the first one's read.
         # Its fetch would count as started, and as hanging.
-        self._most_threads = read_threads if reader.is_concurrent else 1
-        self._threads = 0
+        self._max_threads = read_threads if reader.is_concurrent else 1
+        self._num_threads = 0
         self._queue: SimpleQueue[tuple[int, SampleIds] | None] = SimpleQueue()
 
     def submit(self, fetch_id: int, node: int, sample_ids: SampleIds) -> None:
@@ -83,8 +83,8 @@ class FileStorage(Storage):
         with self._lock:
             self._pending[fetch_id] = _PendingFetch(sample_ids, time.monotonic())
         self._queue.put((fetch_id, sample_ids))
-        if self._threads < self._most_threads:
-            self._threads += 1
+        if self._num_threads < self._max_threads:
+            self._num_threads += 1
             # Daemon threads and no pool: a read that hangs must not keep the interpreter from
             # ending.
             threading.Thread(target=self._serve, name="dlres-read", daemon=True).start()
@@ -94,7 +94,7 @@ class FileStorage(Storage):
         self._closing.set()
         with self._lock:
             self._pending.clear()
-        for _ in range(self._threads):
+        for _ in range(self._num_threads):
             self._queue.put(None)
 
     def replies(self) -> list[Reply]:
@@ -108,7 +108,7 @@ class FileStorage(Storage):
         A fetch that no thread has started fails only if all threads hang. This is the case if no
         reply has come for the same time.
         """
-        latest = time.monotonic() - self._timeout - GRACE
+        latest = time.monotonic() - self._timeout - GRACE_SECONDS
         with self._lock:
             all_hang = self._last_reply < latest
             hanging = [
@@ -204,7 +204,7 @@ def read_in_time(
                 f"{problem}. The read was repeated for {format_seconds(timeout)}. Check the "
                 "storage; `dlres store verify` reads all of it."
             )
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, _MAX_PAUSE)
 
 
 def _voluntary_switches() -> int:

@@ -90,6 +90,6 @@ def check_classes(table: SampleTable, classes: Sequence[str], source: str) -> No
         )
 
 
-def _shortened(names: Sequence[str], most: int = 5) -> str:
-    shown = ", ".join(map(repr, sorted(names)[:most]))
-    return f"[{shown}{', ...' if len(names) > most else ''}]"
+def _shortened(names: Sequence[str], max_names: int = 5) -> str:
+    shown = ", ".join(map(repr, sorted(names)[:max_names]))
+    return f"[{shown}{', ...' if len(names) > max_names else ''}]"

@@ -28,7 +28,7 @@ PACKS = "samples-*-of-*.bin"
 # Endings of text files that list samples.
 _LISTING_ENDINGS = (".txt", ".tsv")
 # Timeout of listing a URL, in seconds. A web server with millions of files takes minutes.
-LONGEST_LISTING_SECONDS = 900.0
+MAX_LISTING_SECONDS = 900.0
 # Seconds between two reports of the progress of listing a URL.
 _REPORT_SECONDS = 1.0
 
@@ -400,7 +400,7 @@ def _call_with_reports(
         report_progress: Called once a second.
 
     Raises:
-        PeerTimeoutError: If the call takes longer than `LONGEST_LISTING_SECONDS`.
+        PeerTimeoutError: If the call takes longer than `MAX_LISTING_SECONDS`.
     """
     result: Future[_Result] = Future()
 
@@ -415,7 +415,7 @@ def _call_with_reports(
     started = time.monotonic()
     while not wait([result], timeout=_REPORT_SECONDS).done:
         taken = time.monotonic() - started
-        if taken > LONGEST_LISTING_SECONDS:
+        if taken > MAX_LISTING_SECONDS:
             raise PeerTimeoutError(
                 f"{name}: no answer in {format_seconds(taken)}. Check the server, or "
                 "write a store (`dlres store put`), which is opened by reading one file."

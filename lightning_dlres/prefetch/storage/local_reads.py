@@ -21,8 +21,8 @@ from lightning_dlres.core.compiled import compiled
 Bytes = NDArray[np.uint8]
 Lengths = NDArray[np.int64]
 
-# A buffer is used again for data of at least this fraction (1/n) of its size.
-_MOST_WASTE = 4
+# Maximum size of a buffer that is used again, as a multiple of the size of the data.
+_MAX_SIZE_RATIO = 4
 
 # Functions of the C library. `open` takes a mode, too, but reads it only when it creates a file.
 _open = ExternalFunction("open", int32(uintp, int32))
@@ -41,7 +41,8 @@ def read_whole(paths: Sequence[str], sizes: Lengths) -> tuple[Bytes, Lengths]:
 
     Returns:
         Data, uint8[sum of sizes], and counts, int64[n], of the bytes that were read. A count is one
-        more than its size for a file that has grown, and -1 for a file that cannot be opened.
+        more than its size if the file has grown. It is less (-1 if it cannot be opened) if the file
+        cannot be read or has shrunk.
     """
     names = bytearray(os.fsencode("\0".join(paths)))
     names.append(0)
@@ -80,13 +81,13 @@ class BufferPool:
     Fresh memory costs a page fault for every 4 KiB, which takes longer than the copy into it.
 
     Args:
-        most: Maximum number of free buffers in the pool.
+        max_free: Maximum number of free buffers in the pool.
     """
 
-    def __init__(self, most: int = 8) -> None:
+    def __init__(self, max_free: int = 8) -> None:
         # Any thread takes and returns buffers. The garbage collector returns them, too, even in a
         # thread that is inside `get`. A lock would then deadlock; `deque` needs none.
-        self._free: deque[Bytes] = deque(maxlen=most)
+        self._free: deque[Bytes] = deque(maxlen=max_free)
 
     def get(self, length: int) -> Bytes:
         """Return uint8[length], not initialized."""
@@ -95,7 +96,7 @@ class BufferPool:
                 memory = self._free.popleft()
             except IndexError:
                 break
-            if length <= len(memory) <= _MOST_WASTE * length:
+            if length <= len(memory) <= _MAX_SIZE_RATIO * length:
                 return self._lend(memory, length)
             self._free.append(memory)
         # Not np.empty: it asks for huge pages, which the system may first have to free.

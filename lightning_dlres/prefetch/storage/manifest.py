@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.wire.decoding import from_json
-from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES
+from lightning_dlres.prefetch.order.sequence import MAX_SAMPLES
 
 # Name of the manifest in the folder of a store.
 MANIFEST = "manifest.dlres"
 # Maximum number of packs of a store. A pack is a file with many samples.
-MOST_PACKS = 1 << 16
+MAX_PACKS = 1 << 16
 # Maximum bytes of all samples of a data set, so that sums of sizes fit into int64.
-_MOST_BYTES = 1 << 60
+_MAX_TOTAL_BYTES = 1 << 60
 _FORMAT, _VERSION = "dlres-store", 2
 _HEADER_BYTES, _CHECKSUM_BYTES = 512, 4
 # Number of bytes of the keys that the check for UTF-8 decodes at a time.
@@ -42,7 +42,7 @@ class _Header(msgspec.Struct, frozen=True):
     version: int
     samples: int
     key_bytes: int
-    packs: Annotated[int, msgspec.Meta(ge=0, le=MOST_PACKS)]
+    packs: Annotated[int, msgspec.Meta(ge=0, le=MAX_PACKS)]
     # Becomes a part of file names. The pattern keeps out "/" and "..", since a manifest may come
     # from anywhere.
     packs_id: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{12})?\Z")]
@@ -81,9 +81,9 @@ class SampleTable:
     packs_id: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.sizes) <= MOST_SAMPLES:
+        if not 0 < len(self.sizes) <= MAX_SAMPLES:
             raise ConfigError(
-                f"A data set must have 1 to {MOST_SAMPLES} samples, got {len(self.sizes)}. Use "
+                f"A data set must have 1 to {MAX_SAMPLES} samples, got {len(self.sizes)}. Use "
                 "another data set."
             )
 
@@ -288,7 +288,7 @@ class SampleTable:
         # Never trust the content: its writer may be hostile or another version of this package.
         if (
             (sizes < 0).any()
-            or float(sizes.sum(dtype=np.float64)) > _MOST_BYTES
+            or float(sizes.sum(dtype=np.float64)) > _MAX_TOTAL_BYTES
             or ends[0] < 0
             or (ends[1:] < ends[:-1]).any()
             or ends[-1] != header.key_bytes

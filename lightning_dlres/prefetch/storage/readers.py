@@ -28,14 +28,14 @@ from lightning_dlres.prefetch.storage.local_reads import read_parts, read_whole
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 
 # Maximum bytes of one `pread` call. Linux reads less than 2 GiB per call.
-_MOST_PREAD_BYTES = 1 << 30
+_MAX_PREAD_BYTES = 1 << 30
 # `Reader.content_digest` hashes the first _PROBE_BYTES bytes of _PROBES samples, evenly spread.
 _PROBES, _PROBE_BYTES = 16, 1 << 16
-# Maximum number of files that stay open: _MOST_OPEN, or 1/_OPEN_FRACTION of the process's limit of
+# Maximum number of files that stay open: _MAX_OPEN, or 1/_OPEN_FRACTION of the process's limit of
 # open files if that is less.
-_MOST_OPEN, _OPEN_FRACTION = 256, 4
+_MAX_OPEN, _OPEN_FRACTION = 256, 4
 # Maximum number of files that one read opens at once beside those that stay open.
-_MOST_TEMPORARY = 8
+_MAX_TEMPORARY = 8
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class LocalFiles(Files):
         self._open: dict[str, int] | None = {} if keep_open else None
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         unlimited = limit == resource.RLIM_INFINITY
-        self._most_open = _MOST_OPEN if unlimited else min(_MOST_OPEN, limit // _OPEN_FRACTION)
+        self._max_open = _MAX_OPEN if unlimited else min(_MAX_OPEN, limit // _OPEN_FRACTION)
         # Guards the opening of files and additions to `_open`. Look-ups need no lock.
         self._opening = threading.Lock()
 
@@ -181,8 +181,8 @@ class LocalFiles(Files):
             # Another thread may have opened it while this one waited for the lock.
             descriptor = self._open.get(path)
             if descriptor is None:
-                stays_open = len(self._open) < self._most_open
-                if len(temporary) == _MOST_TEMPORARY:
+                stays_open = len(self._open) < self._max_open
+                if len(temporary) == _MAX_TEMPORARY:
                     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 descriptor = os.open(path, os.O_RDONLY)
                 (self._open if stays_open else temporary)[path] = descriptor
@@ -331,12 +331,12 @@ class Reader:
 def _read(descriptor: int, length: int, start: int) -> bytes:
     """Return up to `length` bytes of a file, fewer if it is shorter. One system call reads less
     than 2 GiB."""
-    if length <= _MOST_PREAD_BYTES:
+    if length <= _MAX_PREAD_BYTES:
         return os.pread(descriptor, length, start)
-    first = os.pread(descriptor, _MOST_PREAD_BYTES, start)
-    if len(first) < _MOST_PREAD_BYTES:
+    first = os.pread(descriptor, _MAX_PREAD_BYTES, start)
+    if len(first) < _MAX_PREAD_BYTES:
         return first
-    return first + _read(descriptor, length - _MOST_PREAD_BYTES, start + _MOST_PREAD_BYTES)
+    return first + _read(descriptor, length - _MAX_PREAD_BYTES, start + _MAX_PREAD_BYTES)
 
 
 def checksum_error(

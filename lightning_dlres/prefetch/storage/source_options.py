@@ -19,7 +19,7 @@ StorageOptions = Mapping[str, Any] | str | Path | None
 
 # Minimum length, in characters, of a text that is hidden in messages. Shorter texts are hardly
 # secrets, and hiding them would garble the messages.
-_SHORTEST_SECRET = 4
+_MIN_SECRET_LENGTH = 4
 
 
 class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +126,7 @@ def _secret_texts(value: Any) -> set[str]:
         return set().union(*map(_secret_texts, value.values()))
     if isinstance(value, list):
         return set().union(*map(_secret_texts, value))
-    return {value} if isinstance(value, str) and len(value) >= _SHORTEST_SECRET else set()
+    return {value} if isinstance(value, str) and len(value) >= _MIN_SECRET_LENGTH else set()
 
 
 def _load_json(path: Path) -> Any:

@@ -23,7 +23,7 @@ from lightning_dlres.core.host.locks import locked_if_possible
 from lightning_dlres.prefetch.storage.listings import PACKS, pack_names
 from lightning_dlres.prefetch.storage.manifest import (
     MANIFEST,
-    MOST_PACKS,
+    MAX_PACKS,
     SampleTable,
     partial_path,
 )
@@ -54,8 +54,8 @@ class StoreWriter:
     """
 
     def __init__(self, directory: Path, packs: int, overwrite: bool) -> None:
-        if not 1 <= packs <= MOST_PACKS:
-            raise ConfigError(got_expected("packs", packs, f"1 to {MOST_PACKS}", "packs=4"))
+        if not 1 <= packs <= MAX_PACKS:
+            raise ConfigError(got_expected("packs", packs, f"1 to {MAX_PACKS}", "packs=4"))
         self._directory, self._manifest = directory, directory / MANIFEST
         self._packs, self._id = packs, uuid.uuid4().hex[:12]
         if not overwrite and self._manifest.exists():

@@ -190,7 +190,7 @@ def test_a_read_that_hangs_is_an_error(
     client = batches.client
     assert isinstance(client, DirectClient)
     monkeypatch.setattr(client.reader, "read_joined", lambda numbers: released.wait(60))
-    monkeypatch.setattr(file_storage, "GRACE", 0.05)
+    monkeypatch.setattr(file_storage, "GRACE_SECONDS", 0.05)
     with pytest.raises(StorageError, match="reading has hung"):
         next(iter(batches))
 
@@ -201,7 +201,7 @@ def test_a_read_that_hangs_in_a_worker_process_is_an_error(
     for name in "ab":
         (tmp_path / name).write_bytes(b"12345")
     # Forked workers inherit this; others wait longer.
-    monkeypatch.setattr(file_storage, "GRACE", 0.05)
+    monkeypatch.setattr(file_storage, "GRACE_SECONDS", 0.05)
     batches = direct(stack, tmp_path, num_workers=1, worker_type="process", cache={"timeout": 0.1})
     assert len(batches) == 1
     (tmp_path / "b").unlink()
@@ -221,7 +221,7 @@ def test_batches_are_read_ahead_only_within_the_budget(stack: ExitStack, folder:
 
 
 def test_buffers_are_reused_once_nothing_looks_at_them() -> None:
-    buffers = local_reads.BufferPool(most=2)
+    buffers = local_reads.BufferPool(max_free=2)
     first = buffers.get(100)
     first[:] = 1
     view, tensor = memoryview(first[10:20]), torch.from_numpy(first[20:30])

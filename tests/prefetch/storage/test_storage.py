@@ -166,7 +166,7 @@ def test_a_slow_listing_reports_progress_and_ends_at_its_limit(
     assert len(open_reader(web[0], report_progress).table) == SAMPLES - 50
     assert reports[0].startswith(f"listing {web[0]} for")
     web[1].clear()
-    monkeypatch.setattr(listings, "LONGEST_LISTING_SECONDS", 0.1)
+    monkeypatch.setattr(listings, "MAX_LISTING_SECONDS", 0.1)
     with pytest.raises(PeerTimeoutError, match=f"{web[0]}: no answer in"):
         open_reader(web[0])
 
@@ -376,7 +376,7 @@ def test_a_read_that_hangs_is_an_error_and_delays_no_close(
     may_continue = threading.Event()
     reader = open_reader(folder)
     monkeypatch.setattr(reader, "read_joined", lambda sample_ids: may_continue.wait(60))
-    monkeypatch.setattr(file_storage, "GRACE", 0.05)
+    monkeypatch.setattr(file_storage, "GRACE_SECONDS", 0.05)
     storage = FileStorage(reader, read_threads=1, timeout=0.2)
     for fetch_id in range(2):
         # No thread starts to read the second one.

@@ -205,12 +205,12 @@ def test_a_store_of_more_packs_than_files_may_be_open_is_read(
 ) -> None:
     samples = [bytes([number]) * number for number in range(120)]
     put(samples, tmp_path, packs=40)
-    monkeypatch.setattr(readers, "_MOST_OPEN", 5)
+    monkeypatch.setattr(readers, "_MAX_OPEN", 5)
     reader = open_reader(tmp_path)
     open_files, opened, closed = set(), os.open, os.close
 
     def limited_open(*arguments: Any) -> int:
-        if len(open_files) == 5 + readers._MOST_TEMPORARY:
+        if len(open_files) == 5 + readers._MAX_TEMPORARY:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         open_files.add(opened(*arguments))
         return max(open_files)
@@ -229,7 +229,7 @@ def test_a_store_of_more_packs_than_files_may_be_open_is_read(
     assert reader.read(every) == samples
     assert len(open_files) == 5
     # The limit of open files is an error at once, and it names the limit.
-    open_files.update(range(-readers._MOST_TEMPORARY, 0))
+    open_files.update(range(-readers._MAX_TEMPORARY, 0))
     with pytest.raises(StorageError, match=r"sample '039'.*ulimit -n"):
         read_in_time(reader, every[39:40], 1e6, threading.Event())
     monkeypatch.undo()

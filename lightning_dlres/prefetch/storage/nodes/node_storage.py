@@ -46,7 +46,7 @@ _TABLE_ROWS = 1 << 18
 # Seconds to wait at the start for nodes whose samples other nodes have, too.
 _WELCOME_SECONDS = 2.0
 # Seconds between two rounds of attempts; the pause doubles after each round.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+_FIRST_PAUSE, _MAX_PAUSE = 0.05, 2.0
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ class NodeStorage(Storage):
         # Pause only after each replica has failed once more.
         rounds = fetch.tries // self._replicas
         has_other_replica = fetch.tries % self._replicas != 0
-        pause = 0.0 if has_other_replica else min(_FIRST_PAUSE * 2**rounds, _LONGEST_PAUSE)
+        pause = 0.0 if has_other_replica else min(_FIRST_PAUSE * 2**rounds, _MAX_PAUSE)
         if time.monotonic() + pause >= fetch.deadline:
             self._reply(Reply(fetch.fetch_id, self._timeout_error(fetch)))
         else:

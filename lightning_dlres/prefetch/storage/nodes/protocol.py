@@ -32,7 +32,7 @@ from lightning_dlres.core.errors import PeerError, ProtocolError
 from lightning_dlres.core.host.service import start_service
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.core.wire.endpoint import Client, Message
-from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES, SampleIds
+from lightning_dlres.prefetch.order.sequence import MAX_SAMPLES, SampleIds
 
 VERSION = 5
 # Maximum bytes of an answer, unless it is a single sample that is larger.
@@ -44,12 +44,12 @@ MESSAGE_BYTES = 1 << 20
 HELLO, WELCOME, TABLE, GET = "hello", "welcome", "table", "get"
 DATA, FAILED, LOST = "data", "failed", "lost"
 # Longest wait for a message, in seconds. Then the thread checks for other events.
-_LONGEST_WAIT = 1.0
+_MAX_WAIT = 1.0
 # Seconds for which requests avoid a node that did not answer, if another node has the samples, too.
 # An answer of the node, even a late one, ends this time.
 _SUSPECT_SECONDS = 10.0
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_SAMPLES)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_SAMPLES)]
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -242,7 +242,7 @@ class NodeConnection:
         can_send = self._is_welcomed or self._refusal is not None
         times = [attempt.start if can_send else attempt.until for attempt in self._waiting]
         times += [attempt.until for attempt in self._sent.values()]
-        return max(0.0, min([_LONGEST_WAIT, *(t - time.monotonic() for t in times)]))
+        return max(0.0, min([_MAX_WAIT, *(t - time.monotonic() for t in times)]))
 
     def _watch_connection(self) -> None:
         for event in self._client.connection_events():

@@ -47,7 +47,7 @@ _LIMITS = SocketLimits(
     message_bytes=protocol.MESSAGE_BYTES, unread_bytes=32 << 20, connections=1024, queued=256
 )
 # Maximum number of requests of one client that wait for their turn.
-_MOST_WAITING = 1024
+_MAX_WAITING = 1024
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class StoreNode:
     def _enqueue(self, task: _ReadTask) -> None:
         peer = task.message.peer
         tasks = self._waiting.setdefault(peer, deque())
-        if len(tasks) >= _MOST_WAITING:
+        if len(tasks) >= _MAX_WAITING:
             raise ProtocolError(
                 f"{peer} has {len(tasks)} requests in flight, expected fewer. Use a smaller "
                 "max_inflight_requests."
