@@ -203,7 +203,7 @@ def fit(
 
 # Faults that are found before the first step: module, options of the strategy, part of the message.
 SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
-    (BoringModel, {}, "has 1 layer, expected at least one for each of the 2 stages"),
+    (BoringModel, {}, "must have at least one layer for each of the 2 stages, got 1 layer"),
     (ManualOptimization, {}, "automatic_optimization must be True"),
     (TwoOptimizers, {}, "configure_optimizers must return one optimizer"),
     (NeedsAllParameters, {}, "LBFGS needs a closure"),
@@ -334,7 +334,12 @@ def assert_raised_on_all_ranks(
 @pytest.mark.parametrize(
     ("model", "data", "error", "expected"),
     [
-        (CallsNetTwice, Samples, UnsupportedStepError, "and calls it more than once"),
+        (
+            CallsNetTwice,
+            Samples,
+            UnsupportedStepError,
+            "exactly once in every step, got a second call",
+        ),
         (
             PenalisesInputGradient,
             Samples,
@@ -345,7 +350,7 @@ def assert_raised_on_all_ranks(
             NeverCallsNet,
             Samples,
             UnsupportedStepError,
-            "once in every step, and returned without calling it",
+            "exactly once in every step, got a step that returned without a call",
         ),
         (
             ReturnsNone,

@@ -22,7 +22,7 @@ from lightning_dlres.core import rng
 from lightning_dlres.core.comm.mailbox import Channel, Mailbox
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.hetero_pipe.data.sharding import describe, refuse_shards
-from lightning_dlres.strategies.hetero_pipe.step.one_device import single_device_view
+from lightning_dlres.strategies.hetero_pipe.step.single_device_view import single_device_view
 from lightning_dlres.strategies.signals import DeferredSignals
 
 # Hooks of a LightningModule or data module that make loaders.

@@ -20,7 +20,7 @@ from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSample
 from lightning_dlres.pipeline.stage.microbatch import cut_batch, microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import copy_loader
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
-from lightning_dlres.strategies.hetero_pipe.step.one_device import single_device_view
+from lightning_dlres.strategies.hetero_pipe.step.single_device_view import single_device_view
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
 
 

@@ -1,7 +1,7 @@
 """Warning about user code that reads the gradients of all parameters.
 
-Hooks that compute norms or clip gradients do so. A rank has only the gradients of its own stage, so
-such a hook gets the result of one stage.
+Examples are hooks that compute norms or clip gradients. A rank has only the gradients of its own
+stage, so such a hook gets the result of one stage.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def gradient_read_warning(
 ) -> Iterator[None]:
     """Context manager that warns once if user code reads the gradient of another stage's parameter.
 
-    Reads are watched until `configure_gradient_clipping` has run, and again after every optimizer
-    step. The optimizer itself may read these gradients: it skips parameters without a gradient.
+    Reads are watched until `configure_gradient_clipping` has run, and again after each optimizer
+    step. In between the optimizer itself may read these gradients: it skips parameters without one.
 
     Args:
         module: The LightningModule, whose hook for clipping is wrapped.
@@ -47,7 +47,7 @@ def gradient_read_warning(
         undo.close()
         warn(
             f"dlres: {place} reads gradients of parameters that other stages hold, which are None "
-            "on this rank. A norm that is computed or logged there is that of one stage, and "
+            "on this rank. A norm that this code computes or logs is the norm of one stage, and "
             "clip_grad_norm_ clips each stage by its own norm. Clip with "
             "Trainer(gradient_clip_val=...)."
         )
@@ -80,8 +80,12 @@ def _restore_clipping_hook(module: LightningModule, instance_hook: Any) -> None:
 
 
 def _place_in_user_code(frame: FrameType | None) -> str | None:
-    """Return "file:line" of the user code that reads a gradient; None if a library reads it for its
-    own purposes."""
+    """Return "file:line" of the user code that reads a gradient; None if a library reads it for
+    purposes of its own.
+
+    Args:
+        frame: Frame that reads the gradient. Frames of `_HELPER_MODULES` are skipped.
+    """
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if not name.startswith(_HELPER_MODULES):

@@ -17,8 +17,8 @@ from lightning_dlres.core.wire.tree import Tree
 class _MemberOutput:
     """Placeholder for the output of a member of a pipelined list.
 
-    The members run on their stages, later than user code calls them. The placeholder can only be
-    passed to the next member: every other use raises an error.
+    The members run on their stages, after user code has called the last one. The placeholder can
+    only be passed to the next member: every other use raises an error.
     """
 
     def __init__(self, path: str, index: int) -> None:
@@ -35,7 +35,7 @@ class _MemberOutput:
         raise (
             placeholders[0]._misuse()
             if placeholders
-            # Such as in a list that torch.cat gets.
+            # The placeholder is inside a container, such as the list that `torch.cat` gets.
             else UnsupportedStepError(
                 "The output of a member of a pipelined nn.ModuleList must only be passed to the "
                 f"next member, got a use in {getattr(function, '__name__', '?')}. Move the code "
@@ -71,12 +71,14 @@ for _operator in (
 
 @dataclass
 class _ListCall:
-    """A series of calls of a list's members, as far as user code has made it.
+    """State of one series of calls of a list's members, in order from the first to the last.
 
     Attributes:
-        next_index: Index of the member to be called next; None before the first call.
-        previous: Output of the previous member: the next one's first argument.
-        inputs: First argument, args and kwargs of the first member.
+        next_index: Index of the member that must be called next; None before the first call.
+        previous: First argument that the next member must get: the placeholder for the previous
+            member's output.
+        inputs: First argument, further positional arguments and keyword arguments of the first
+            member.
     """
 
     next_index: int | None = None
@@ -84,7 +86,12 @@ class _ListCall:
     inputs: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
 
     def require_next(self, path: str, index: int, first: Any, args: Any, kwargs: Any) -> None:
-        """Raise unless a call of a member continues the series."""
+        """Check that a call of a member continues the series.
+
+        Raises:
+            UnsupportedStepError: If the member, its first argument or its other arguments are not
+                those that the series needs next.
+        """
         if self.next_index != index or first is not self.previous:
             raise UnsupportedStepError(
                 f"The members of the pipelined nn.ModuleList {path!r} must be called in order, "
@@ -102,8 +109,8 @@ class _ListCall:
         ):
             raise UnsupportedStepError(
                 f"'{path}.{index}' must be called with the same further arguments as '{path}.0', "
-                "got other objects. They are sent along with the activations, once for all "
-                "members: pass the very same objects."
+                "got other objects. All members share one copy, which is sent along with the "
+                "activations. Pass the very same objects."
             )
 
 
@@ -132,7 +139,7 @@ def list_forwards(
             state.next_index, state.previous = index + 1, _MemberOutput(path, index)
             if index < count - 1:
                 return state.previous
-            # The state must not keep the step's tensors until the next step.
+            # Drop the step's tensors, which would otherwise stay in memory until the next step.
             inputs, state.inputs = state.inputs, (None, (), {})
             return handler(inputs)
 

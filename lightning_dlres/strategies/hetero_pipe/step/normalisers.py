@@ -1,13 +1,14 @@
-"""Signs that the loss of a batch is not a mean over samples, read from the step as it runs per
+"""Signs that the loss of a batch is not a mean over samples, found while the step runs per
 micro-batch.
 
-The signs are: divisors, factors or numbers of averaged values that differ between micro-batches;
-losses or gradients that are not finite; and operations that no check of the loss has seen.
+A normaliser is a divisor or factor of the loss, or the number of values that an operation averages.
+The signs are: normalisers that differ between micro-batches, losses or gradients that are not
+finite, and operations that no checked batch has used.
 
 The check of the loss (`checks.loss_check`) looks at a few batches only. Between two checks a batch
-may come whose micro-batches have unequal numbers of labels, or one without any label. Then the
-divisors differ. A term may also join the loss during the run, as after a warm-up. Then there are
-operations that no check has seen.
+may come whose micro-batches have unequal numbers of labels, or a micro-batch without any label.
+Then the divisors differ. A term may also join the loss during the run, as after a warm-up. Then
+there are operations that no check has seen.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _NOT_AVERAGING = {"sum", "nansum", "norm", "vector_norm", "dot", "select", "__ge
 
 
 class NormaliserRecorder(PipelinedWeightGuard):
-    """A guard that also records the values that normalise the loss, and counts operations.
+    """Guard that also records the values that normalise the loss, and counts operations.
 
     A normaliser is a scalar that a result with a gradient is divided or multiplied by, or the
     number of values that an operation averages. Only operations whose result has a gradient are
@@ -52,8 +53,9 @@ class NormaliserRecorder(PipelinedWeightGuard):
     def __init__(self, layer_tensors: LayerTensors | None = None) -> None:
         super().__init__(layer_tensors)
         self.normalisers: list[Tensor | float] = []
-        # Weights without a gradient that were divided by a scalar, such as mask / mask.sum(), by
-        # id. Holding the tensor keeps Python from giving its id to another tensor.
+        # Results without a gradient that a scalar tensor has scaled, such as mask / mask.sum(), and
+        # the scalars, by id of the result. The loss may be multiplied by such a result later.
+        # Holding the tensor keeps Python from giving its id to another tensor.
         self._weights: dict[int, tuple[Tensor, list[Tensor | float]]] = {}
         self._counts: Counter[str] = Counter()
 
@@ -77,11 +79,11 @@ class NormaliserRecorder(PipelinedWeightGuard):
         return [float(value) for value in self.normalisers]
 
     def operations(self) -> str:
-        """Return the names of the counted operations, each with the number of bits of its count.
+        """Return the names of the counted operations, each with the bit length of its count.
 
-        Exact counts may depend on the data. Their magnitude rarely does, so that there are only a
-        few different texts. A factor of zero counts as an operation named "0", since it hides a
-        term from the check of the loss.
+        The text is compared with those of checked batches. Exact counts may depend on the data, but
+        their magnitude rarely does, so that there are only a few different texts. A factor of zero
+        counts as an operation named "0", since it hides a term from the check of the loss.
         """
         counts = Counter(self._counts)
         counts["0"] = self.values().count(0.0)
@@ -111,8 +113,8 @@ def doubt_about_batch(
     Args:
         records: Records of the last stages.
         sizes: Samples of every micro-batch.
-        checks_gradients: Whether a gradient that is not finite counts. Gradients of a scaled loss
-            may overflow without a reason in the loss.
+        checks_gradients: Whether a gradient that is not finite counts as a sign. With a gradient
+            scaler it must not: the scale alone may make gradients overflow.
     """
     losses = torch.cat([record["losses"].double().cpu() for record in records])
     if not bool(losses.isfinite().all()):
@@ -141,7 +143,7 @@ def _scalar_operands(args: Sequence[Any]) -> list[Tensor | float]:
     for value in args[:2]:
         if isinstance(value, Tensor):
             if value.dim() == 0 and not value.requires_grad and not value.is_meta:
-                # User code may change it in place later.
+                # Copied, since user code may change the scalar in place later.
                 scalars.append(value.detach().clone())
         elif isinstance(value, Number) and not isinstance(value, complex):
             scalars.append(float(value))  # type: ignore[arg-type]
@@ -151,8 +153,8 @@ def _scalar_operands(args: Sequence[Any]) -> list[Tensor | float]:
 def _averaged_counts(
     name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor
 ) -> list[Tensor | float]:
-    """Return the number of values, or the sum of their weights, that an operation averages; nothing
-    if it does not average."""
+    """Return, as one item, the number of values that an operation averages, or the sum of their
+    weights; an empty list if it does not average."""
     first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
     if first is None or result.dim() or not first.dim() or name in _NOT_AVERAGING:
         return []

@@ -21,7 +21,7 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import tensors_of
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors, layer_tensor_error
 
-# Operations that read the form of a tensor, and not its values.
+# Operations that read metadata of a tensor, such as its shape, and not its values.
 VALUE_FREE_OPERATIONS = {
     *("__get__", "__set__", "__hash__", "__repr__", "__format__", "size", "dim", "ndimension"),
     *("numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex"),
@@ -32,8 +32,9 @@ VALUE_FREE_OPERATIONS = {
 class PipelinedWeightGuard(TorchFunctionMode):
     """Torch function mode that refuses three kinds of operations.
 
-    These are: an operation on a tensor without storage, an operation on a tensor that layers made
-    (other than the module's output), and a gradient through the layers.
+    These are: an operation on a meta tensor (a weight of another stage), an operation on a tensor
+    that layers made (other than the pipelined module's output), and a call of `torch.autograd.grad`
+    for a gradient through the layers.
 
     Args:
         layer_tensors: The tensors that layers made; None for none.
@@ -49,7 +50,7 @@ class PipelinedWeightGuard(TorchFunctionMode):
         self._module_outputs: Sequence[Tensor] = ()
 
     def record_call(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Remember the tensors that the pipelined module was called with, and that it returned."""
+        """Record the tensors that the pipelined module was called with, and that it returned."""
         self._module_inputs, self._module_outputs = inputs, outputs
 
     def __torch_function__(
@@ -62,7 +63,7 @@ class PipelinedWeightGuard(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "?")
         if name not in VALUE_FREE_OPERATIONS:
-            if _has_meta(args) or _has_meta(kwargs.values()):
+            if _has_meta_tensor(args) or _has_meta_tensor(kwargs.values()):
                 raise layer_weight_error(f"in {name}")
             if self.layer_tensors:
                 layer = self.layer_tensors.layer_within((*args, *kwargs.values()))
@@ -76,12 +77,13 @@ class PipelinedWeightGuard(TorchFunctionMode):
 
 
 class LayerTensorGuard(PipelinedWeightGuard):
-    """A guard for a step whose layers run within it, on this rank.
+    """Guard for a step whose layers run within it, on this rank.
 
     It records the tensors that the layers make, and refuses an operation of the step on them.
 
     Attributes:
-        refusal: The first error. User code may have caught the exception.
+        refusal: The first error that the guard raised; None without one. It is kept because user
+            code may catch the exception.
     """
 
     def __init__(self) -> None:
@@ -92,7 +94,8 @@ class LayerTensorGuard(PipelinedWeightGuard):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager in which the guard refuses nothing, for code that is not the step's."""
+        """Context manager in which the guard refuses nothing, for code that does not belong to the
+        step."""
         self._is_active = False
         try:
             yield
@@ -101,11 +104,12 @@ class LayerTensorGuard(PipelinedWeightGuard):
 
     @contextmanager
     def running(self, layer: str) -> Iterator[None]:
-        """Context manager in which a layer runs, including the user's hooks on it: all tensors that
-        are made belong to the layer."""
+        """Context manager in which a layer runs, with the user's hooks on it. Tensors that are made
+        meanwhile belong to the layer."""
 
         def record(module: nn.Module, inputs: Any, output: Any) -> None:
-            # No torch function mode sees the operation that a custom autograd function is.
+            # A torch function mode does not see calls of custom autograd functions, so the outputs
+            # of the layer's modules are recorded, too.
             self._record(output, inputs)
 
         self._running_layer = layer
@@ -117,11 +121,15 @@ class LayerTensorGuard(PipelinedWeightGuard):
             self._running_layer = None
 
     def refuse(self, results: Iterable[Any], use: str) -> None:
-        """Raise if a result of the step is a layer's tensor, or an operation was refused before.
+        """Check that no result of the step is a layer's tensor, and that the guard refused nothing.
 
         Args:
             results: Results of the step.
-            use: How the step uses them, for the message.
+            use: Description of their use, for the message, such as "as the loss".
+
+        Raises:
+            UnsupportedStepError: If a result is a layer's tensor, or an operation was refused
+                before.
         """
         layer = self.layer_tensors.layer_within(results)
         if layer is not None:
@@ -155,9 +163,9 @@ class LayerTensorGuard(PipelinedWeightGuard):
         return result
 
     def _record(self, result: Any, operands: Iterable[Any]) -> None:
-        """Record the tensors of an operation's result as made by the running layer."""
+        """Record the tensors in an operation's result as tensors of the running layer."""
         if isinstance(result, Tensor):
-            # An operation that returns one of its operands has made no tensor.
+            # An operation that returns one of its operands, such as `add_`, made no new tensor.
             if self._running_layer is not None and not _is_among(result, operands):
                 self.layer_tensors.add(result, self._running_layer)
         elif isinstance(result, (list, tuple)):
@@ -173,7 +181,11 @@ class LayerTensorGuard(PipelinedWeightGuard):
 
 
 def layer_weight_error(use: str) -> UnsupportedStepError:
-    """Return the error for a step that uses a layer's weight outside of the pipelined module."""
+    """Return the error for a step that uses a layer's weight outside of the pipelined module.
+
+    Args:
+        use: Description of the use, such as "in mul".
+    """
     return UnsupportedStepError(
         f"training_step must not use a layer's weight outside of the pipelined module ({use}): "
         "another stage may hold the weight. Examples are a penalty over self.parameters() and a "
@@ -191,14 +203,14 @@ def graph_leaves(results: Iterable[Tensor]) -> Iterator[Tensor]:
 def _graph_nodes(results: Iterable[Tensor]) -> Iterator[Any]:
     """Yield the nodes of the autograd graph that these tensors came from."""
     seen: set[Any] = set()
-    waiting = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
-    while waiting:
-        node: Any = waiting.pop()
+    pending = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
+    while pending:
+        node: Any = pending.pop()
         if node in seen:
             continue
         seen.add(node)
         yield node
-        waiting += [below for below, _ in node.next_functions if below is not None]
+        pending += [below for below, _ in node.next_functions if below is not None]
 
 
 def _depends(results: Sequence[Tensor], sources: Sequence[Tensor]) -> bool:
@@ -219,11 +231,11 @@ def _gradient_through_layers_error() -> UnsupportedStepError:
     )
 
 
-def _has_meta(values: Iterable[Any]) -> bool:
+def _has_meta_tensor(values: Iterable[Any]) -> bool:
     return any(
         value.is_meta
         if isinstance(value, Tensor)
-        else isinstance(value, (list, tuple)) and _has_meta(value)
+        else isinstance(value, (list, tuple)) and _has_meta_tensor(value)
         for value in values
     )
 

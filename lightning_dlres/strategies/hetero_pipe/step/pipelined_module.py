@@ -25,6 +25,7 @@ from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.stage import Layer
 from lightning_dlres.strategies.hetero_pipe.step.module_list import list_forwards
 
+# Takes the inputs of the module's call as one tree, and returns the module's output.
 Handler = Callable[[Tree], Tree]
 
 
@@ -43,7 +44,7 @@ class PipelinedModule:
     layers: ModelLayers
 
     def bind(self, index: int, module: nn.Module) -> Layer:
-        """Return a function from the layer's input tree to its output tree.
+        """Return a layer as a function from its input tree to its output tree.
 
         Args:
             index: Index of the layer.
@@ -57,13 +58,13 @@ class PipelinedModule:
 
     @contextmanager
     def intercepted(self, handler: Handler) -> Iterator[None]:
-        """Context manager in which user code that calls the module calls `handler` instead.
+        """Context manager that passes user code's calls of the module to `handler`.
 
         Inside the handler the module has its own forward again, so that its layers can run. Uses
-        may be nested: the innermost handler is called.
+        may be nested: the innermost handler gets the calls.
 
         Args:
-            handler: Takes the call's inputs as one tree, and returns the module's output.
+            handler: Function described at `Handler`.
         """
         targets = list(self.module) if isinstance(self.module, nn.ModuleList) else [self.module]
         attribute = _forward_attribute(self.module)
@@ -90,9 +91,9 @@ class PipelinedModule:
 
 
 def _forward_attribute(module: nn.Module) -> str:
-    """Return the name of the method that is replaced."""
-    # The user's hooks on a list's members must fire on the stage that runs the member, with
-    # tensors. Replacing `forward` would let them fire in user code's call, too, on placeholders.
+    """Return the name of the method that is replaced in the module, or in the list's members."""
+    # The user's hooks on a list's members must fire only on the stage that runs the member. If
+    # `forward` were replaced, they would also fire in user code's call, with placeholders.
     return _compat.CALL if isinstance(module, nn.ModuleList) else "forward"
 
 
@@ -116,12 +117,12 @@ def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
 
     Args:
         root: The LightningModule.
-        path: Name of the module, such as "net" or "model.blocks". None finds it: the only
-            `nn.Sequential` or `nn.ModuleList` with parameters that no other contains, else the only
-            child with parameters.
+        path: Name of the module, such as "net" or "model.blocks". None selects the only
+            `nn.Sequential` or `nn.ModuleList` with parameters that is not inside another one. If
+            there is none, it selects the only child with parameters.
 
     Raises:
-        ConfigError: If there is no such module, or if there are several.
+        ConfigError: If there is no such module, if it has no layers, or if None fits several.
     """
     if path is None:
         path = _only_candidate(root)
@@ -151,10 +152,10 @@ def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
 
 
 def require_layers(pipelined: PipelinedModule, stages: int) -> None:
-    """Raise if there are fewer layers than stages.
+    """Check that every stage can get a layer.
 
     Raises:
-        ConfigError: If a stage would get no layer.
+        ConfigError: If there are fewer layers than stages.
     """
     count = len(pipelined.layers.modules)
     if count < stages:
@@ -164,10 +165,10 @@ def require_layers(pipelined: PipelinedModule, stages: int) -> None:
         ):
             kind += ", an nn.Sequential with a forward of its own"
         raise ConfigError(
-            f"The pipelined module {pipelined.path!r} ({kind}) has {count} "
-            f"layer{'s' if count != 1 else ''}, expected at least one for each of the {stages} "
-            f"stages. Use devices={count}, HeteroPipeStrategy(stages={count}), or put more layers "
-            "into one nn.Sequential."
+            f"The pipelined module {pipelined.path!r} ({kind}) must have at least one layer for "
+            f"each of the {stages} stages, got {count} layer{'s' if count != 1 else ''}. Use "
+            f"devices={count}, HeteroPipeStrategy(stages={count}), or put more layers into one "
+            "nn.Sequential."
         )
 
 
@@ -222,11 +223,11 @@ def _sequential_forward(path: str, handler: Handler) -> Callable[..., Tree]:
 class _ForwardReplacement:
     """Replacement for a module's forward, in the module's `__dict__`.
 
-    A copy of the module does not copy the replacement, which would run the original module. It gets
-    a function that refuses the call.
+    A deep copy of the module does not get a copy of the replacement, which would run the original
+    module. It gets a function that refuses the call.
 
     Attributes:
-        user_forward: The function that the user had put there; None without one.
+        user_forward: The function that user code had put in this place; None without one.
     """
 
     def __init__(self, path: str, forward: Callable[..., Tree], user_forward: Any) -> None:

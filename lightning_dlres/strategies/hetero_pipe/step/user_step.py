@@ -1,9 +1,9 @@
 """One training step of an unchanged LightningModule, run in two places.
 
 The first stage runs `training_step` up to the call of the pipelined module. This gives the
-module's inputs. The last stage runs `training_step` up to the loss. There, the call of the module
-returns the pipeline's output. Every run is isolated: it leaves nothing on the rank. What the step
-changes, logs and prints is collected on the last stage, and applied once on every rank.
+module's inputs. The last stage runs `training_step` from its start to the loss; there the call
+returns the pipeline's output. Every run is isolated: it leaves nothing on the rank. The last stage
+collects the run's side effects (changes, logs and printed text), and every rank applies them once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from lightning_dlres.strategies.hetero_pipe.replay.trainer_settings import setti
 from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import UntrackedState
 from lightning_dlres.strategies.hetero_pipe.replay.user_objects import is_data_source
 from lightning_dlres.strategies.hetero_pipe.step.normalisers import NormaliserRecorder
-from lightning_dlres.strategies.hetero_pipe.step.one_device import single_device_view
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import (
     LayerTensorGuard,
     PipelinedWeightGuard,
@@ -40,7 +39,9 @@ from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import (
     layer_weight_error,
 )
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import PipelinedModule
+from lightning_dlres.strategies.hetero_pipe.step.single_device_view import single_device_view
 
+# Takes a batch and the sizes of its parts in samples, and returns the parts.
 SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
 
 
@@ -64,7 +65,7 @@ class StepContext:
         metrics: The metrics of the LightningModule, of callbacks, and of what these refer to.
         device: Device of this rank.
         precision: Returns the precision plugin's context, in which the step runs.
-        split_batch: The user's function that cuts a batch into parts of given sizes; None for the
+        split_batch: The user's function that cuts a batch, described at `SplitBatch`; None for the
             built-in one.
         layer_tensors: Tensors that layers made before training and that user code still holds.
         settings: Settings of the layers, which a step must not change.
@@ -91,7 +92,7 @@ class StepContext:
         )
 
     def untracked_state(self) -> UntrackedState:
-        """Return a snapshot of the state that a step can change and that isolation cannot undo."""
+        """Return the present state that a step can change, but that is not undone after a run."""
         module, layers = self.module, self.pipelined.layers
         callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
         roots = [
@@ -118,7 +119,7 @@ class StepContext:
 
 @dataclass
 class LightningStep:
-    """One training step on this rank; a `pipeline.execute.training.UserStep`.
+    """One training step on this rank, as a `pipeline.execute.training.UserStep`.
 
     Every rank makes one instance for every step. The order is:
 
@@ -126,24 +127,25 @@ class LightningStep:
     2. The last stage of every replica calls `finish`: once for the whole batch, or once for each
        micro-batch of the replica. Every run starts from the same state, is undone, and has its
        side effects collected. A replica without a micro-batch does not run the step.
-    3. These last stages call `record`. All ranks get the same records: that of the first replica
-       after a run on the whole batch, else one of each replica that ran.
+    3. These last stages call `record`. All ranks get the same records: only that of the first
+       replica after a run on the whole batch, else one from each replica that ran the step.
     4. Every rank calls `apply` once, those that ran the step included.
 
     Attributes:
         context: Objects that all steps share.
         args: Arguments of `training_step`; the first is the batch.
-        keeps_batch: Whether every run gets a copy of the batch. User code may change the batch in
-            place, so that a further run on it needs this.
+        keeps_batch: Whether every run gets a copy of the batch, so that further runs on the batch
+            see no change that user code makes in place.
         is_trial: Whether only the loss is needed, as in checks and profiling. A trial shows no
             messages of `logging`, and does not refuse changes of the layers' settings.
         effects: What the runs of the step changed, logged and printed.
         losses: Loss of every run.
-        extra: Values beside the loss that a step with a dict as result returned; only from a run on
-            the whole batch.
+        extra: Values beside the loss in the dict that the step returned; None without a dict, and
+            after a run on one of several micro-batches.
         normalisers: For every run on a micro-batch, the values that normalise its loss.
         operations: For every run on a micro-batch, the operations that compute its loss, as text.
-        finite: For every gradient of a micro-batch's output, whether all of it is finite.
+        finite: For every gradient of a tensor in a micro-batch's output, a boolean scalar tensor:
+            True if all of the gradient is finite.
     """
 
     context: StepContext
@@ -168,7 +170,7 @@ class LightningStep:
         self._parts: Sequence[Any] | None = None
 
     def module_inputs(self) -> Tree:
-        """Run the step up to the module's call and return the inputs of the call, as one tree.
+        """Run the step up to the call of the module and return this call's inputs, as one tree.
 
         Raises:
             UnsupportedStepError: If the step does not call the module, uses a layer's weight before
@@ -191,8 +193,8 @@ class LightningStep:
                 return signal.inputs
         raise UnsupportedStepError(
             f"{type(module).__name__}.training_step must call {path!r}, the pipelined module, "
-            "exactly once in every step, and returned without calling it. Name the module that it "
-            "calls: HeteroPipeStrategy(module='...')."
+            "exactly once in every step, got a step that returned without a call. Name the module "
+            "that it calls: HeteroPipeStrategy(module='...')."
         )
 
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
@@ -204,9 +206,8 @@ class LightningStep:
             sizes: Samples of every micro-batch.
 
         Raises:
-            UnsupportedStepError: If the step does not call the module exactly once, returns no
-                scalar loss, uses a layer's weight outside of the module, or changes a setting of a
-                layer; or if `split_batch` returns a wrong number of parts.
+            UnsupportedStepError: If the step does not call the module exactly once, makes an
+                operation that the guard refuses, changes a setting of a layer, or returns no loss.
         """
         context = self.context
         # Every run starts with the random state that the step's only run has in plain training.
@@ -241,9 +242,9 @@ class LightningStep:
         return loss
 
     def record(self, sizes: Sequence[int]) -> Tree:
-        """Return what every rank must know of the step, as plain data; called after the last run.
+        """Return the record of the step, as plain data for all ranks; called after the last run.
 
-        These are the losses, the side effects, and the signs that the loss is no mean over samples.
+        It holds the losses, the side effects, and the signs that the loss is no mean over samples.
         """
         return {
             "losses": torch.stack(self.losses),
@@ -271,7 +272,7 @@ class LightningStep:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Context manager after which user code has changed, logged and printed nothing."""
+        """Context manager that undoes all that user code changes, logs and prints inside it."""
         with self.effects.undone(self.context.layer_tensors):
             yield
 
@@ -287,8 +288,9 @@ class LightningStep:
         Metrics keep what the step added to them.
 
         Args:
-            guard: Guard that sees the tensors that layers make.
-            layers: Takes the place of the module: returns the last layer's output.
+            guard: Guard that records the tensors that layers make.
+            layers: Function that runs all layers in place of the module: from the inputs of the
+                module's call to the last layer's output.
         """
         context = self.context
         with self.effects.isolated(context.layer_tensors, guard.layer_tensors) as run:
@@ -300,8 +302,8 @@ class LightningStep:
     def _layer_settings_restored(self) -> Iterator[None]:
         """Context manager that undoes changes of the layers' settings, and refuses them.
 
-        In a real step all ranks take part, and all learn of the error. A trial does not refuse: it
-        may run on one rank only, and its error would leave the others waiting.
+        In a real step all ranks take part, and all of them get the error. A trial does not refuse:
+        it may run on one rank only, and its error would leave the others waiting.
         """
         settings = self.context.settings
         before = settings.snapshot()
@@ -314,11 +316,8 @@ class LightningStep:
 
     @contextmanager
     def _user_code(self, guard: PipelinedWeightGuard) -> Iterator[None]:
-        """Context manager in which `training_step` runs.
-
-        It enters the precision plugin's context, the view of a job of one process
-        (`single_device_view`), and the guard.
-        """
+        """Context manager in which `training_step` runs: with the precision plugin's context, the
+        single-device view and a guard."""
         with self.context.precision(), single_device_view("training_step"), guard:
             yield
 
@@ -334,7 +333,7 @@ class LightningStep:
             nonlocal num_calls
             num_calls += 1
             if num_calls > 1:
-                raise self._wrong_number_of_calls("more than once")
+                raise self._wrong_number_of_calls("a second call")
             output = answer(inputs)
             guard.record_call(tensors_of(inputs), tensors_of(output))
             return output
@@ -342,30 +341,37 @@ class LightningStep:
         with self.context.pipelined.intercepted(handle):
             yield
         if not num_calls:
-            raise self._wrong_number_of_calls("not at all")
+            raise self._wrong_number_of_calls("no call")
 
-    def _wrong_number_of_calls(self, times: str) -> UnsupportedStepError:
+    def _wrong_number_of_calls(self, calls: str) -> UnsupportedStepError:
         return UnsupportedStepError(
             f"{type(self.context.module).__name__}.training_step must call "
             f"{self.context.pipelined.path!r}, the pipelined module, exactly once in every step, "
-            f"and calls it {times}. Concatenate the inputs and call it once."
+            f"got {calls}. Concatenate the inputs and call it once."
         )
 
     def _watch_gradients(self, output: Tree) -> None:
-        # The hooks must not refer to this step: they would keep it alive. They do not read the
-        # flags, since that would wait for the device.
+        # The hooks refer to the list only: a reference to this step would keep the step alive. They
+        # do not read the flags, since that would wait for the device.
         finite = self.finite
 
-        def note(gradient: Tensor) -> None:
+        def record_finite(gradient: Tensor) -> None:
             finite.append(gradient.isfinite().all())
 
         for tensor in tensors_of(output):
             if tensor.requires_grad:
-                tensor.register_hook(note)
+                tensor.register_hook(record_finite)
 
     def _refuse_gradients_of_layers(self, results: Sequence[Tensor]) -> None:
-        """Raise if a gradient would reach a layer's parameter outside of the pipeline, where it
-        would be lost."""
+        """Check that no gradient reaches a layer's parameter without passing the pipeline: it would
+        be lost.
+
+        Args:
+            results: Loss, or inputs of the pipelined module.
+
+        Raises:
+            UnsupportedStepError: If one does.
+        """
         layer_parameters = self.context.pipelined.layers.layer_only_parameters
         if any(leaf in layer_parameters for leaf in graph_leaves(results)):
             raise layer_weight_error("its gradient")
@@ -389,6 +395,13 @@ class LightningStep:
         return (self._parts[microbatch], *self.args[1:])
 
     def _loss_of(self, result: Any, is_whole: bool) -> Tensor:
+        """Return the loss in a result of `training_step`, as a tensor without dimensions.
+
+        A run on the whole batch also sets `extra`.
+
+        Raises:
+            UnsupportedStepError: If the result has no loss, or one with several elements.
+        """
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UnsupportedStepError(

@@ -1,7 +1,7 @@
-"""A view of the process group with one process, for user code that runs on one rank for all.
+"""View of the process group as a single process, for user code that one rank runs for all ranks.
 
-Rank 0 alone reads the data, and a training step runs once for the whole batch. Code that divides
-its work by rank and world size would do only a part of it, and no rank would do the other parts.
+Rank 0 alone reads the data, and one rank runs the training step for the whole batch. Code that
+divides its work by rank and world size would do only a part of it, and no rank would do the rest.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 from lightning_dlres import _compat
 from lightning_dlres.core.errors import UnsupportedStepError
 
-# Environment variables in which launchers tell a process the number of processes, and its own
-# number.
+# Environment variables in which launchers give a process the number of processes, and its rank.
 _WORLD_SIZES = {
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS"),
     *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
@@ -35,10 +34,10 @@ def sees_single_device() -> bool:
 
 @contextmanager
 def single_device_view(user_code: str, allows_collectives: bool = False) -> Iterator[None]:
-    """Context manager in which this thread sees a job of one process, of rank 0.
+    """Context manager in which this thread sees a job with one process, whose rank is 0.
 
-    `torch.distributed`, environment variables and the Trainer show it. Other threads see the real
-    job. Worker processes that the thread forks inherit the view. Inner uses change nothing.
+    `torch.distributed`, environment variables and the Trainer show this job. Other threads see the
+    real one. Worker processes that the thread forks inherit the view. Nested uses have no effect.
 
     Args:
         user_code: Name of the user code, for messages.
@@ -73,13 +72,14 @@ class _OneProcessEnviron(type(os.environ)):  # type: ignore[misc]
 
 
 def _group_for_thread(group: Any, user_code: str, allows_collectives: bool) -> Any:
+    """Return the group that the calling thread sees: the real one outside of the view."""
     if not sees_single_device():
         return group
     return _OneRankGroup(group, user_code, allows_collectives)
 
 
 class _OneRankGroup:
-    """The default process group with rank 0 and size 1."""
+    """Stand-in for the default process group that shows rank 0 and size 1."""
 
     def __init__(self, group: Any, user_code: str, allows_collectives: bool) -> None:
         self._group, self._user_code = group, user_code
@@ -96,6 +96,6 @@ class _OneRankGroup:
             return getattr(self._group, name)
         raise UnsupportedStepError(
             f"{self._user_code} must not call torch.distributed, got a call of {name}. This code "
-            "runs on one rank for all, and the other ranks would not join the call. Remove the "
-            "call; this rank has the whole batch."
+            "runs on one rank on behalf of all, so the other ranks would not join the call. Remove "
+            "the call; this rank has the whole batch."
         )
