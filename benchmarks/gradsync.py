@@ -6,7 +6,7 @@ hook, in turns.
 
 Four hosts with links of 200 Mbit/s train a model with 25.2 MB of gradients. The bound of a
 contender is the step without synchronisation, and the time of its bytes on a link. Needs root (see
-benchmarks/support/testbed.py).
+benchmarks/support/testbed).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Both contenders train the same model on the same hosts. They take turns of a few steps, so that
 other load on the machine affects both. Figures are medians over neighbouring turns. Both contenders
 are started several times, since the speeds of equal processes differ by some percent. Needs root
-(see benchmarks/support/testbed.py).
+(see benchmarks/support/testbed).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ samples are several copies of the standard library's source files. Each storage 
 200 Mbit/s and answers a request after 5 ms, a few at a time; the trainer's link has no limit. All
 contenders read from the same storage nodes. LitData and Mosaic read uncompressed shards that their
 own writers made; the others read the samples themselves. Needs root (see
-benchmarks/support/testbed.py), and an environment with the peers, which
+benchmarks/support/testbed), and an environment with the peers, which
 `make bench NAME=prefetch` installs.
 """
 

@@ -6,7 +6,7 @@
 Two hosts of different speed have the same number of layers. The fast host waits for gradients, and
 recomputes all of its layers while it waits. The same processes train both ways, because the step
 times of two groups of processes with the same plan differed by 14 %. Needs root (see
-benchmarks/support/testbed.py).
+benchmarks/support/testbed).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tempfile import TemporaryFile
 
 from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.rpc import Message
-from benchmarks.support.testbed import MIN_QUOTA_US, PERIOD_US, HostError, HostTimeoutError, Machine
+from benchmarks.support.testbed import HostError, HostTimeoutError, Machine, set_cpu_share
 
 # Number of lines of each rank's stderr in an error.
 _STDERR_LINES = 20
@@ -100,15 +100,7 @@ class Ranks:
 
 def limit(machine: Machine, share: float | None) -> None:
     """Give a host another CPU share, in cores; None lifts the limit, for what is not measured."""
-    period = PERIOD_US if share is None else max(PERIOD_US, round(MIN_QUOTA_US / share))
-    quota = None if share is None else max(MIN_QUOTA_US, round(share * period))
-    if (machine.cgroup / "cpu.max").exists():
-        (machine.cgroup / "cpu.max").write_text(f"{'max' if quota is None else quota} {period}")
-    else:
-        # Off first: the kernel refuses a quota that is out of bounds with the period of before.
-        (machine.cgroup / "cpu.cfs_quota_us").write_text("-1")
-        (machine.cgroup / "cpu.cfs_period_us").write_text(str(period))
-        (machine.cgroup / "cpu.cfs_quota_us").write_text(str(-1 if quota is None else quota))
+    set_cpu_share(machine.cgroup, share)
 
 
 def _torchrun_variables(rank: int) -> dict[str, str]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support import testbed
 from benchmarks.support.testbed import (
     Command,
     Host,
@@ -24,6 +23,8 @@ from benchmarks.support.testbed import (
     Testbed,
     UnavailableError,
     reason_unavailable,
+    system,
+    testbed,
 )
 from tests.support.scripts import StartScript
 from tests.support.waiting import wait_until
@@ -328,7 +329,7 @@ def test_an_exception_removes_hosts_and_processes() -> None:
 def test_a_failed_build_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     with Testbed([Host()]) as bed:
         machine = bed.hosts[0]
-        monkeypatch.setattr(testbed, "QUEUE", "nonsense")
+        monkeypatch.setattr(system, "QUEUE", "nonsense")
         with pytest.raises(UnavailableError, match="nonsense"):
             Testbed([Host(), Host(rate="1mbit")]).__enter__()
         open_names = (machine.namespace.rpartition("-")[0], machine.cgroup)
@@ -353,7 +354,7 @@ def test_a_signal_removes_hosts_and_processes(
 def test_an_interrupt_during_removal_waits_until_all_is_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    remove = testbed._remove
+    remove = testbed.remove_parts
 
     def remove_with_interrupt(names: Iterator[str]) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -361,7 +362,7 @@ def test_an_interrupt_during_removal_waits_until_all_is_removed(
 
     bed = Testbed([Host()]).__enter__()
     machine = bed.hosts[0]
-    monkeypatch.setattr(testbed, "_remove", remove_with_interrupt)
+    monkeypatch.setattr(testbed, "remove_parts", remove_with_interrupt)
     with pytest.raises(KeyboardInterrupt):
         bed.close()
     assert not existing_names(machine)
