@@ -194,7 +194,11 @@ def _differences(actual: Fitted, expected: Fitted, case: Case, tolerance: float)
     for name, a, b in numbers:
         if a is None or b is None or abs(a - b) > tolerance * max(1.0, abs(b)):
             differences.append(f"{name}: {a}, not {b}")
+    for name in sorted(expected.state.keys() ^ actual.state.keys()):
+        differences.append(
+            f"{name}: only in the {'expected' if name in expected.state else 'actual'} state"
+        )
     for name, value in expected.state.items():
-        if relative(actual.state[name], value) > tolerance:
+        if name in actual.state and relative(actual.state[name], value) > tolerance:
             differences.append(f"{name}: {actual.state[name]}, not {value}")
     return differences
