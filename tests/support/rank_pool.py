@@ -36,7 +36,8 @@ from benchmarks.support.forkserver import (
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-# Ranks of one fork server hash strings alike: neighbours must not, lest they agree by accident.
+# Ranks of one fork server have the same hash seed. Neighbouring ranks come from different servers,
+# so that code that depends on the order of a set does not agree by accident.
 FORK_SERVERS = 2
 # Imports of tests and ranks: Lightning, all of the package, and what modules with tests import.
 MODULES = (
@@ -269,11 +270,14 @@ class RankPool:
         grace: float,
     ) -> list[RankOutcome]:
         if not 1 <= world_size <= self._max_ranks:
-            raise ValueError(f"got world_size={world_size}, expected 1 to {self._max_ranks}")
+            raise ValueError(
+                f"world_size must be 1 to {self._max_ranks}, got {world_size}. "
+                "Use fewer ranks, or a pool with a larger max_ranks."
+            )
         if "<" in fn.__qualname__ or fn.__module__ == "__main__":
             raise ValueError(
-                f"got {fn.__module__}.{fn.__qualname__}, expected a function that a rank can "
-                "import, try moving it to the top level of the test module"
+                f"fn must be a function that a rank can import, got {fn.__module__}."
+                f"{fn.__qualname__}. Move it to the top level of the test module."
             )
         arguments = pickle.dumps((args, kwargs))
         outcomes = self._attempt(fn, world_size, arguments, timeout, keep, grace)
