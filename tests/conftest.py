@@ -56,11 +56,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start what ranks are forked of, once for all workers of xdist; each imports when it is first
-    asked."""
-    told = getattr(config, "workerinput", None)
-    if told is not None:
-        config.stash[ADDRESSES] = list(map(Path, told["fork_servers"]))
+    """Start the fork servers once for all workers of xdist.
+
+    Each server imports its modules at the first request.
+    """
+    worker_input = getattr(config, "workerinput", None)
+    if worker_input is not None:
+        config.stash[ADDRESSES] = list(map(Path, worker_input["fork_servers"]))
         return
     # Not below the test's own directories: a socket's path must be short.
     directory = tempfile.TemporaryDirectory(prefix="dlres-tests-")
@@ -74,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker of xdist where they are."""
+    """Send the addresses of the fork servers to a worker of xdist."""
     node.workerinput["fork_servers"] = list(map(str, node.config.stash[ADDRESSES]))
 
 
@@ -127,7 +129,7 @@ def pool(
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """One thread computes meanwhile."""
+    """Fixture that limits torch to one thread."""
     import torch
 
     before = torch.get_num_threads()
