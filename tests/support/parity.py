@@ -1,4 +1,4 @@
-"""Runs the same training plainly and through the pipeline, and holds the two against each other."""
+"""Training runs on a single device and through the pipeline, and comparisons of their results."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ class Case:
         return self.stages * self.replicas
 
     def plain(self) -> Case:
-        """Return the case without what a single device knows nothing of; equal ones share one plain
-        run."""
+        """Return the case with the pipeline options reset; equal results share one plain run."""
         return replace(self, stages=1, replicas=1, schedule="gpipe", microbatches=4)
 
 
@@ -74,7 +73,7 @@ class Outcome:
 
 
 class History(Callback):
-    """Takes down every logged value."""
+    """Callback that records every logged value."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -95,8 +94,8 @@ class History(Callback):
 
 
 class Residence(Callback):
-    """Takes down which parameters this rank holds while training, and checks that optimizer state
-    is there for no other."""
+    """Callback that records the parameters that this rank holds during training, and checks that
+    only they have optimizer state."""
 
     def __init__(self) -> None:
         self.owned: list[str] = []
@@ -201,11 +200,11 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def assert_same_history(
-    found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float
+    actual: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float
 ) -> None:
     """Assert that every logged value agrees, row by row."""
-    assert len(found) == len(expected)
-    for index, (row, other) in enumerate(zip(found, expected, strict=True)):
+    assert len(actual) == len(expected)
+    for index, (row, other) in enumerate(zip(actual, expected, strict=True)):
         assert row.keys() == other.keys(), (index, row.keys() ^ other.keys())
         for name in row:
             assert abs(row[name] - other[name]) <= tolerance * max(abs(other[name]), 1.0), (
@@ -221,9 +220,9 @@ def steps_in(history: list[dict[str, float]]) -> int:
     return sum("train_loss_step" in row for row in history)
 
 
-def assert_same_training(found: list[Outcome], expected: Outcome, tolerance: float) -> None:
+def assert_same_training(outcomes: list[Outcome], expected: Outcome, tolerance: float) -> None:
     """Assert that every rank logged what was expected and ends with the expected weights."""
-    for outcome in found:
+    for outcome in outcomes:
         assert_same_history(outcome.history, expected.history, tolerance)
         assert outcome.weights.keys() == expected.weights.keys()
         for name, value in outcome.weights.items():
@@ -231,13 +230,13 @@ def assert_same_training(found: list[Outcome], expected: Outcome, tolerance: flo
                 assert relative(value, expected.weights[name]) <= tolerance, name
 
 
-def assert_partitioned(case: Case, found: list[Outcome]) -> None:
+def assert_partitioned(case: Case, outcomes: list[Outcome]) -> None:
     """Assert that ranks own disjoint parts, of the bytes that the plan says."""
-    for outcome in found:
+    for outcome in outcomes:
         assert outcome.owned
         assert outcome.resident_bytes == outcome.stage_bytes
     if case.world_size > 1 and not case.tied:
-        first, last = set(found[0].owned), set(found[case.stages - 1].owned)
+        first, last = set(outcomes[0].owned), set(outcomes[case.stages - 1].owned)
         if case.network == "gpt_list":
             first, last = ({n for n in names if n.startswith("blocks")} for names in (first, last))
         assert first
