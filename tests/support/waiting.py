@@ -11,5 +11,5 @@ def wait_until(condition: Callable[[], object], what: str, timeout: float = 20.0
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout} s, but it never happened that {what}")
+            raise AssertionError(f"condition must hold within {timeout:g} s, but did not: {what}")
         time.sleep(0.01)
