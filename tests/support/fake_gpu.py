@@ -1,9 +1,9 @@
 """Model of one GPU's streams, events and memory, on the CPU.
 
 A stream is a queue. Its work runs later, in any order that CUDA allows: in order within a stream,
-after the events that it waits for, and otherwise when `choose` says. Freed memory is overwritten
-with poison as soon as its next owner could write to it. A missing wait, or memory that is freed too
-early, therefore shows as wrong bytes.
+and after the events that the stream waits for. `choose` selects among the allowed orders. Freed
+memory is overwritten with poison as soon as its next owner could write to it. A missing wait, or
+memory that is freed too early, therefore shows as wrong bytes.
 
 Two ways to compute:
 - `FakeGpu(choose)`: `launch` puts kernels into the current stream. They use `FakeGpu.empty`'s
@@ -56,8 +56,8 @@ class FakeEvent:
         self.stream.gpu.reach(self)
 
     def elapsed_time(self, later: FakeEvent) -> float:
-        assert self.is_reached, "an event's time is asked for before the GPU has come so far"
-        assert later.is_reached, "an event's time is asked for before the GPU has come so far"
+        assert self.is_reached, "elapsed_time needs an event that the GPU has reached"
+        assert later.is_reached, "elapsed_time needs an event that the GPU has reached"
         return later._milliseconds - self._milliseconds
 
 
@@ -112,11 +112,11 @@ class FakeGpu:
         in_step: Whether the first stream is the host.
 
     Attributes:
-        faults: Uses that CUDA would not forgive, in words.
+        faults: Messages about uses that would be errors or data races on CUDA.
         waits: Number of times that the host waited for all streams.
         reads: Number of times that the host waited for a number.
         resets: Number of times that the peak was reset.
-        most: Peak of the allocator's bytes, which a test sets.
+        peak_bytes: Peak of the allocator's bytes, which a test sets.
         pinned: Bytes of pinned host memory.
         unready: Freed bytes that cannot be allocated yet.
     """
@@ -128,7 +128,7 @@ class FakeGpu:
         self._current.in_step = in_step
         self.in_step = in_step
         self.faults: list[str] = []
-        self.waits = self.reads = self.resets = self.unready = self.most = 0
+        self.waits = self.reads = self.resets = self.unready = self.peak_bytes = 0
         self._time = 0
         self._is_running = False
         # Bytes of every pinned region, by address.
@@ -210,7 +210,7 @@ class FakeGpu:
         return 0
 
     def peak_allocated(self) -> int:
-        return self.most
+        return self.peak_bytes
 
     def reset_peak(self) -> None:
         self.resets += 1

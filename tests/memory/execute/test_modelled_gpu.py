@@ -125,11 +125,11 @@ def test_planned_steps_neither_block_the_host_nor_reset_counters(gpu: FakeGpu) -
     waits, resets, reads = gpu.waits, gpu.resets, gpu.reads
     net, x = nn.Sequential(*offloader._root.children()), CASES["cnn"].batch()
     stays = [*net.parameters(), *net.buffers()]
-    gpu.most = 100
+    gpu.peak_bytes = 100
     for number in range(3):
         with offloader.step("one", stays, lambda: [*stays, x]):
             net(x).float().square().mean().backward()
-            gpu.most += 7 if number == 1 else 0
+            gpu.peak_bytes += 7 if number == 1 else 0
     assert offloader.measurements.steps == 3
     # The host waits for no stream, and `torch.cuda.max_memory_allocated` is not reset.
     assert (gpu.waits, gpu.resets) == (waits, resets)
