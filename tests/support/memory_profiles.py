@@ -61,12 +61,12 @@ def any_profile(rng: random.Random, most: int = 5) -> StepProfile:
         if rng.random() < 0.3:
             rng.shuffle(uses)
         events += saves + uses + extra
-    places: dict[tuple[int, bool], list[int]] = {}
-    for place, event in enumerate(events):
-        places.setdefault(event, []).append(place)
+    positions: dict[tuple[int, bool], list[int]] = {}
+    for position, event in enumerate(events):
+        positions.setdefault(event, []).append(position)
     data = []
     for number in range(count):
-        saved, uses = places[number, True][0], tuple(places[number, False])
+        saved, uses = positions[number, True][0], tuple(positions[number, False])
         held = rng.random() < 0.15
         nbytes = rng.randint(1, 40) * MIB
         packs = rng.random() < 0.5
@@ -100,14 +100,14 @@ def any_profile(rng: random.Random, most: int = 5) -> StepProfile:
     regions = tuple(_regions(rng, data))
     reuses = tuple(_reuses(rng, data))
     # A reuse saves the memory of a gradient, so the base must contain that gradient.
-    room = [0] * len(base)
+    gradient_bytes = [0] * len(base)
     for reuse in reuses:
         if reuse.overwritten_at is not None:
-            for place in range(reuse.overwritten_at + 1, data[reuse.storage].end + 2):
-                room[place] += data[reuse.storage].nbytes
+            for position in range(reuse.overwritten_at + 1, data[reuse.storage].end + 2):
+                gradient_bytes[position] += data[reuse.storage].nbytes
     return StepProfile(
         seconds=seconds,
-        base=tuple(b + r for b, r in zip(base, room, strict=True)),
+        base=tuple(b + g for b, g in zip(base, gradient_bytes, strict=True)),
         storages=tuple(data),
         links=tuple(links),
         regions=regions,
@@ -123,11 +123,11 @@ def _groups(rng: random.Random, numbers: list[int]) -> list[list[int]]:
 
 
 def _regions(rng: random.Random, data: list[SavedStorageProfile]) -> list[Region]:
-    found = []
+    regions = []
     for first, stop in itertools.combinations(range(len(data) + 1), 2):
         inside = data[first:stop]
         if rng.random() < 0.25 and inside[-1].saved < min(d.uses[0] for d in inside):
-            found.append(
+            regions.append(
                 Region(
                     layer=f"block{first}-{stop}",
                     storages=tuple(range(first, stop)),
@@ -137,11 +137,11 @@ def _regions(rng: random.Random, data: list[SavedStorageProfile]) -> list[Region
                     workspace=rng.choice([0, 2 * MIB]),
                 )
             )
-    return found
+    return regions
 
 
 def _reuses(rng: random.Random, data: list[SavedStorageProfile]) -> list[Reuse]:
-    found = []
+    reuses = []
     for number, storage in enumerate(data):
         if rng.random() > 0.3:
             continue
@@ -153,7 +153,7 @@ def _reuses(rng: random.Random, data: list[SavedStorageProfile]) -> list[Reuse]:
             at_or_never, nbytes = at, rng.randint(1, storage.nbytes)
         else:
             continue
-        found.append(
+        reuses.append(
             Reuse(
                 layers=(f"block{number}-{number + 1}.inner",),
                 storage=number,
@@ -163,7 +163,7 @@ def _reuses(rng: random.Random, data: list[SavedStorageProfile]) -> list[Reuse]:
                 seconds=rng.choice([0.0, rng.uniform(0, 0.005)]),
             )
         )
-    return found
+    return reuses
 
 
 Combination = tuple[tuple[StorageChoice, ...], tuple[int, ...], tuple[int, ...]]
@@ -175,7 +175,7 @@ def all_selections(
     """Yield all selections of a planner: choices of all storages, regions and reuses."""
     for regions in _subsets(len(profile.regions)):
         for reuses in _subsets(len(profile.reuses)):
-            yield from _with(profile, regions, reuses, actions)
+            yield from _selections_with(profile, regions, reuses, actions)
 
 
 def _subsets(count: int) -> Iterator[tuple[int, ...]]:
@@ -183,16 +183,16 @@ def _subsets(count: int) -> Iterator[tuple[int, ...]]:
         yield from itertools.combinations(range(count), size)
 
 
-def _with(
+def _selections_with(
     profile: StepProfile,
     regions: tuple[int, ...],
     reuses: tuple[int, ...],
     actions: tuple[MemoryAction, ...],
 ) -> Iterator[Combination]:
-    again = [profile.regions[index] for index in regions]
-    inside = [n for region in again for n in region.storages]
+    recomputed = [profile.regions[index] for index in regions]
+    inside = [n for region in recomputed for n in region.storages]
     used = [profile.reuses[index] for index in reuses]
-    names = {region.layer for region in again}
+    names = {region.layer for region in recomputed}
     if len(inside) != len(set(inside)):
         return
     for reuse in used:
