@@ -57,7 +57,7 @@ def choices(workload: Workload, layers: range) -> Iterator[tuple[int, ...]]:
     return chain.from_iterable(combinations(layers, count) for count in range(most + 1))
 
 
-def fitting(workload: Workload, stage: int, layers: range) -> list[tuple[int, ...]]:
+def minimal_recompute_sets(workload: Workload, stage: int, layers: range) -> list[tuple[int, ...]]:
     """Return the minimal sets of layers whose recomputation makes a stage fit into memory.
 
     Larger sets are left out: `test_simulator` shows that their steps are no shorter.
@@ -75,7 +75,9 @@ def fastest_of_all(workload: Workload, stages: int) -> float:
     """Return the seconds of the fastest of all plans; infinite if none fits into memory."""
     best = inf
     for arranged in orders(workload, stages):
-        fits = cache(lambda stage, layers, arranged=arranged: fitting(arranged, stage, layers))
+        fits = cache(
+            lambda stage, layers, arranged=arranged: minimal_recompute_sets(arranged, stage, layers)
+        )
         for split in splits(arranged):
             for recompute in product(*(fits(*run) for run in enumerate(layer_ranges(split)))):
                 best = min(best, step_seconds(arranged, split, list(chain(*recompute))))
@@ -94,7 +96,7 @@ def least_memory(workload: Workload, stages: int) -> int:
     )
 
 
-def everywhere(workload: Workload, limit: int | None) -> Workload:
+def with_memory_limit(workload: Workload, limit: int | None) -> Workload:
     """Return the workload with one memory limit for all devices."""
     return limited(workload, [limit] * len(workload.cluster.devices))
 
@@ -111,13 +113,13 @@ def randomly_limited(random: Random, workload: Workload, stages: int) -> Workloa
     )
 
 
-def check_sound(found: SearchResult) -> None:
+def check_sound(result: SearchResult) -> None:
     """Assert that a plan is valid, fits into memory, and takes as long as simulated."""
-    workload = found.workload
-    timeline = simulate(workload, found.split, found.recompute)
-    assert found.seconds == pytest.approx(timeline.step_seconds, rel=1e-9, abs=1e-12)
-    assert min(found.split) >= 1
-    assert sum(found.split) == len(workload.layers)
+    workload = result.workload
+    timeline = simulate(workload, result.split, result.recompute)
+    assert result.seconds == pytest.approx(timeline.step_seconds, rel=1e-9, abs=1e-12)
+    assert min(result.split) >= 1
+    assert sum(result.split) == len(workload.layers)
     for stage, peak in enumerate(timeline.peak_bytes):
         limit = workload.memory_limit(stage)
         assert limit is None or peak <= limit
@@ -130,7 +132,7 @@ def check_optimal(workload: Workload, stages: int) -> None:
         with pytest.raises(ConfigError, match="no plan fits"):
             search_plan(workload, stages)
         return
-    found = search_plan(workload, stages)
-    check_sound(found)
-    assert found.seconds <= optimum * (1 + OPTIMAL)
-    assert found.seconds >= optimum * (1 - 1e-9)
+    result = search_plan(workload, stages)
+    check_sound(result)
+    assert result.seconds <= optimum * (1 + OPTIMAL)
+    assert result.seconds >= optimum * (1 - 1e-9)

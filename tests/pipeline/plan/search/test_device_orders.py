@@ -47,13 +47,13 @@ from tests.support.plan_oracle import (
     OPTIMAL,
     check_optimal,
     check_sound,
-    everywhere,
     exhaustive,
     fastest_of_all,
     least_memory,
     randomly_limited,
     schedules,
     splits,
+    with_memory_limit,
 )
 
 
@@ -119,7 +119,7 @@ class TestAgainstEveryPlan:
         cluster = Cluster(kinds=("a", "b"), devices=(Device(kind=0), Device(kind=1)))
         workload = Workload(layers, StepCosts(), cluster, ((0,), (1,)), GPIPE, 5)
         # 3 * 10 bytes for each of two layers; the recomputed one needs 10 bytes temporarily.
-        found = search_plan(everywhere(workload, 40), 1)
+        found = search_plan(with_memory_limit(workload, 40), 1)
         assert (found.recompute, found.seconds) == ((0,), 42.0)
 
     @settings(exhaustive, max_examples=examples(60))
@@ -135,7 +135,7 @@ class TestAgainstEveryPlan:
     def test_the_number_of_stages_is_chosen(self, random: Random) -> None:
         workload = small_workload(random, stages=4, layers=random.randint(3, 5))
         if random.random() < 0.5:
-            workload = everywhere(workload, round(least_memory(workload, 2) * 1.1))
+            workload = with_memory_limit(workload, round(least_memory(workload, 2) * 1.1))
         counts = [count for count in stage_counts(4) if count <= len(workload.layers)]
         optimum = min(fastest_of_all(workload, count) for count in counts)
         if optimum == inf:
@@ -267,11 +267,11 @@ class TestMemory:
         workload = small_workload(random, stages=stages, replicas=replicas, recompute=recompute)
         least = least_memory(workload, stages)
         with pytest.raises(ConfigError, match="no plan fits") as refusal:
-            search_plan(everywhere(workload, least - 1), stages)
+            search_plan(with_memory_limit(workload, least - 1), stages)
         named = re.search(r"at least (\d+) bytes", str(refusal.value))
         assert named is not None
         assert int(named[1]) == least
-        check_sound(search_plan(everywhere(workload, least), stages))
+        check_sound(search_plan(with_memory_limit(workload, least), stages))
 
     @settings(exhaustive, max_examples=examples(15))
     @given(randoms)
@@ -279,19 +279,19 @@ class TestMemory:
         workload = small_workload(random, stages=4, layers=random.randint(4, 6))
         least = min(least_memory(workload, stages) for stages in stage_counts(4))
         with pytest.raises(ConfigError, match=f"at least {least} bytes"):
-            search_plan(everywhere(workload, least - 1))
-        check_sound(search_plan(everywhere(workload, least)))
+            search_plan(with_memory_limit(workload, least - 1))
+        check_sound(search_plan(with_memory_limit(workload, least)))
 
     def test_the_error_names_the_smallest_limit_that_works(self) -> None:
         layers = plain_layers([1.0] * 4, parameter_bytes=100, gradient_bytes=100)
         workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 2)
         # Two layers each: weights and gradients.
         with pytest.raises(ConfigError, match=r"at least 400 bytes.*got 300 B: no plan fits"):
-            search_plan(everywhere(workload, 300), 2)
+            search_plan(with_memory_limit(workload, 300), 2)
         with pytest.raises(ConfigError, match=r"with the same limit on all\), got 100 B and 300 B"):
             search_plan(limited(workload, [100, 300]), 2)
         with pytest.raises(ConfigError, match="without recomputation"):
-            search_plan(everywhere(replace(workload, recompute="never"), 300), 2)
+            search_plan(with_memory_limit(replace(workload, recompute="never"), 300), 2)
 
     def test_recomputation_is_free_where_a_stage_waits(self) -> None:
         """Two layers, two stages, two micro-batches; stage 0 holds both. With 1 s forward and 2 s
@@ -301,7 +301,7 @@ class TestMemory:
         free = search_plan(workload, 2)
         assert (free.recompute, free.seconds) == ((), 9.0)
         # Saved: 2 * 110 bytes on stage 0, and 110 on stage 1, which also holds its input.
-        tight = search_plan(everywhere(workload, 219), 2)
+        tight = search_plan(with_memory_limit(workload, 219), 2)
         assert (tight.recompute, tight.seconds) == ((0,), 9.0)
 
     def test_scarce_memory_of_the_first_stage_moves_layers_down(self) -> None:
@@ -354,7 +354,7 @@ class TestDegenerate:
     def test_layers_without_any_time(self, schedule: Schedule, limit: int | None) -> None:
         layers = plain_layers([0.0] * 5, parameter_bytes=100, gradient_bytes=100, saved_bytes=9)
         workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), schedule, 3)
-        found = search_plan(everywhere(workload, limit), 2)
+        found = search_plan(with_memory_limit(workload, limit), 2)
         check_sound(found)
         assert found.seconds == 0.0
 
