@@ -23,7 +23,7 @@ SCRIPT_SECONDS = 240.0
 
 @dataclass(frozen=True)
 class ScriptResult:
-    """How a script ended, with its stdout and stderr as one text."""
+    """Exit status of a script, and its stdout and stderr as one text."""
 
     returncode: int
     output: str
@@ -100,8 +100,7 @@ class ScriptHandle:
     def children(self) -> list[int]:
         """The pids of all living descendants, orphans included."""
         parents, marked = _processes(f"{MARK}={self._mark}".encode())
-        found = set(marked)
-        family = {self.pid} | found
+        family = {self.pid, *marked}
         while grown := {pid for pid, parent in parents.items() if parent in family} - family:
             family |= grown
         return sorted(family & parents.keys() - {self.pid})
@@ -139,7 +138,7 @@ class ScriptHandle:
         self.kill_tree()
 
     def _signal_all(self, children: list[int], number: signal.Signals) -> None:
-        # Popen's own method for the script, whose pid may be another's once it is reaped.
+        # Popen's own method for the script, because the kernel may reuse its pid once it is reaped.
         self._process.send_signal(number)
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
