@@ -1,4 +1,4 @@
-"""What the documentation says is run: code blocks, named paths, links, configs, changelog.
+"""Tests of the documentation: code blocks, named paths, links, configs, changelog.
 
 Every fenced ``python`` block of README.md and docs/*.md is a script of its own and runs in an empty
 directory: those of the README as a reader would start them, the others as on ranks that torchrun
@@ -89,16 +89,16 @@ def split_page(page: Path) -> tuple[list[Block], str]:
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors that a Markdown renderer gives to the headings of a page."""
-    found: set[str] = set()
+    names: set[str] = set()
     for heading in _HEADING.findall(split_page(page)[1]):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         slug = re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-")
         name, count = slug, 0
-        while name in found:
+        while name in names:
             count += 1
             name = f"{slug}-{count}"
-        found.add(name)
-    return found
+        names.add(name)
+    return names
 
 
 BLOCKS = [block for page in PAGES for block in split_page(page)[0]]
@@ -180,7 +180,7 @@ def test_named_files_exist(page: Path) -> None:
     missing = [name for name in names if not any((folder / name).exists() for folder in folders)]
     # A name that a reader is to choose.
     missing = [name for name in missing if "my_" not in name]
-    assert not missing, f"{page.relative_to(ROOT)} names what is not there: {missing}"
+    assert not missing, f"{page.relative_to(ROOT)} names missing paths: {missing}"
 
 
 def test_changelog_has_an_unreleased_section_with_entries() -> None:
