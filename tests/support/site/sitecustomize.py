@@ -23,8 +23,8 @@ gc.set_threshold(100_000, 20, 20)
 set_handler = signal.signal
 
 
-class QuickProfiles:
-    """Finder of one module, which gets another default when it is imported."""
+class ShortProfileFinder:
+    """Import finder that shortens the default profile when its module is imported."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "lightning_dlres.pipeline.profile.config":
@@ -33,29 +33,29 @@ class QuickProfiles:
         spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
-        def execute_and_shorten(module):
+        def execute_with_short_defaults(module):
             execute(module)
             init = module.ProfileConfig.__init__
             init.__defaults__ = (*init.__defaults__[:-2], 2, 0.0)
 
-        spec.loader.exec_module = execute_and_shorten
+        spec.loader.exec_module = execute_with_short_defaults
         return spec
 
 
-sys.meta_path.insert(0, QuickProfiles())
+sys.meta_path.insert(0, ShortProfileFinder())
 
 
-def show_stacks():
+def register_stack_dump():
     faulthandler.unregister(signal.SIGUSR1)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=True)
 
 
-def set_handler_and_show_stacks(number, handler):
+def set_handler_and_keep_stack_dump(number, handler):
     previous = set_handler(number, handler)
     if number == signal.SIGUSR1 and handler == signal.SIG_DFL:
-        show_stacks()
+        register_stack_dump()
     return previous
 
 
-signal.signal = set_handler_and_show_stacks
-show_stacks()
+signal.signal = set_handler_and_keep_stack_dump
+register_stack_dump()
