@@ -1,5 +1,4 @@
-"""Small models and data for parity tests: everything that single-device training and a pipeline
-must agree on."""
+"""Small models and data for parity tests, which train them on one device and through a pipeline."""
 
 from __future__ import annotations
 
