@@ -15,10 +15,10 @@ class ActivationOffload(MemoryBudget, Callback):
     """Callback that keeps device memory within a budget: `ActivationOffload(budget="8GiB")`.
 
     The first steps of every batch shape are measured. They offload all saved tensors, and so fit in
-    memory if any plan does. A plan then decides about each saved tensor. The tensor stays, is
-    compressed (zeros are left out), is offloaded to the host or a disk and prefetched, is
-    overwritten by a gradient, or is recomputed. Of all plans within the budget, the one with the
-    least predicted time is followed.
+    memory if any plan does. A plan then chooses an action for each saved tensor. The tensor stays,
+    is compressed (zeros are left out), is offloaded to the host or a disk and prefetched, is
+    overwritten by a gradient, or is recomputed. Later steps follow the plan that has the least
+    predicted time within the budget.
 
     Gradients are bitwise equal to those of plain training, and the LightningModule stays unchanged.
     If everything fits the budget, later steps run without hooks and patches.
@@ -65,7 +65,7 @@ class ActivationOffload(MemoryBudget, Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Another hook may have ended the epoch in the middle of a step.
+        # A hook may have ended the epoch in the middle of a step, without `on_train_batch_end`.
         if self.training_steps is not None:
             self.training_steps.abandon()
 

@@ -23,9 +23,10 @@ Broadcast = Callable[[Any, int], Any]
 
 # Largest number of steps in a trace.
 MAX_STEPS = 20
-# Limit for one rank, which bounds the exchanged messages and the trace: about 100 bytes a span.
+# Largest number of spans of one rank, at about 100 bytes each. It bounds the size of the exchanged
+# messages and of the trace.
 MAX_SPANS = 20_000
-# Exchanges with each clock; the shortest one gives the offset.
+# Number of exchanges with each other host's clock; the shortest one gives the offset.
 _PINGS = 5
 # Files that tell clocks apart: hosts boot at different times, and a container's clock may have an
 # offset of its own.
@@ -33,7 +34,7 @@ _CLOCK_FILES = ("/proc/sys/kernel/random/boot_id", "/proc/self/timens_offsets")
 
 
 class _Row(msgspec.Struct, array_like=True):
-    """A span in a message."""
+    """A span in a message. Times are those of the sending rank's `perf_counter_ns`."""
 
     name: str
     category: str
@@ -60,6 +61,8 @@ class GatheredSpans:
 def last_steps(tracer: Tracer, since_ns: int) -> list[Span]:
     """Return the spans of the last steps, at most `MAX_STEPS` steps and `MAX_SPANS` spans.
 
+    If even the last step has too many spans, its beginning is left out.
+
     Args:
         tracer: Tracer of this rank.
         since_ns: Spans that began before this time are left out, in nanoseconds of
@@ -67,8 +70,8 @@ def last_steps(tracer: Tracer, since_ns: int) -> list[Span]:
     """
     spans = [span for span in tracer.spans() if span.start_ns >= since_ns]
     step_starts = sorted(span.start_ns for span in spans if span.category == "step")
-    # The tracer records a step after the work in it. If its ring buffer has dropped spans, the
-    # oldest step may have lost its first ones.
+    # If the tracer's ring buffer has dropped spans, leave out the oldest step: its own span is
+    # recorded after the spans in it, so that the first of these may be lost.
     step_starts = step_starts[1:] if tracer.dropped else step_starts
     for first in step_starts[-MAX_STEPS:]:
         recent = [span for span in spans if span.start_ns >= first]
@@ -80,10 +83,12 @@ def last_steps(tracer: Tracer, since_ns: int) -> list[Span]:
 def gather(
     broadcast: Broadcast, rank: int, world_size: int, own_spans: Iterable[Span]
 ) -> GatheredSpans:
-    """Return the spans of all ranks; called by all of them.
+    """Return the spans of all ranks, with times on rank 0's clock; called by all ranks.
+
+    Times and `clock_error` are valid on rank 0 only.
 
     Args:
-        broadcast: Function described at `Broadcast`; it gets plain values only.
+        broadcast: Function described at `Broadcast`; it gets None, strings and numbers only.
         rank: This rank.
         world_size: Number of ranks.
         own_spans: Spans of this rank.
@@ -139,8 +144,9 @@ def _clock_offsets(
     error in seconds; both are valid on rank 0 only.
 
     Clocks of different hosts are unrelated. Rank 0 asks the first rank of each other host for its
-    time. The peer reads its clock between the question and the answer, and rank 0 assumes the
-    middle. So the error is at most half of that time. The shortest of `_PINGS` exchanges counts.
+    time. The peer reads its clock between the question and the answer, and rank 0 assumes that this
+    happens in the middle. So the error is at most half of the round trip. The shortest of `_PINGS`
+    round trips counts.
     """
     offsets, max_error_ns = {clocks[0]: 0}, 0
     for peer, clock in enumerate(clocks):

@@ -1,4 +1,5 @@
-"""Offloading in a Trainer: the part that `ActivationOffload` and `MemoryPrecision` share."""
+"""Offloading in a Trainer: the base class and the training steps of `ActivationOffload` and
+`MemoryPrecision`."""
 
 from __future__ import annotations
 
@@ -124,8 +125,8 @@ class TrainingSteps:
     """Offloaded training steps of one `fit`.
 
     Args:
-        config: Arguments of the user.
-        trainer: Trainer.
+        config: Options that the user has chosen.
+        trainer: Trainer of this `fit`.
         name: Class name of the callback or plugin, for messages.
 
     Raises:
@@ -157,8 +158,8 @@ class TrainingSteps:
         """Begin a training step. A step that was left open is abandoned.
 
         Args:
-            module: LightningModule.
-            batch: Batch on the device.
+            module: LightningModule that is trained.
+            batch: Batch of this step, on the device.
             is_stepping: Whether the optimizer steps after this batch.
         """
         self.abandon()
@@ -166,9 +167,10 @@ class TrainingSteps:
             self.offloader = self._make_offloader(module)
         optimizers = self._trainer.optimizers
         state_entries = sum(len(optimizer.state) for optimizer in optimizers)
-        # Steps with equal keys should save the same tensors, and have the same memory beside them.
-        shape = (_shape_of(batch), is_stepping, state_entries, module.training)
-        if self.offloader.is_idle(shape):
+        # Steps with equal keys should save the same tensors, and have the same other memory on the
+        # device.
+        key = (_shape_of(batch), is_stepping, state_entries, module.training)
+        if self.offloader.is_idle(key):
             return
         # Weights and buffers never move: training and the optimizer access them at any time.
         exempt = list(tensors_in([*module.parameters(), *module.buffers()]))
@@ -177,7 +179,7 @@ class TrainingSteps:
             return [*exempt, *self._gradients_and_states(module), *tensors_in(batch)]
 
         stack = ExitStack()
-        stack.enter_context(self.offloader.step(shape, exempt, resident_tensors))
+        stack.enter_context(self.offloader.step(key, exempt, resident_tensors))
         self._open_step = stack
 
     def end(self) -> None:
@@ -191,20 +193,21 @@ class TrainingSteps:
             stack.close()
 
     def abandon(self) -> None:
-        """Close a step that did not end as it should, such as after an exception."""
+        """Close a step that did not reach its end, such as after an exception; no effect without an
+        open step."""
         stack, self._open_step = self._open_step, None
         if stack is not None:
             error = _AbandonedStep()
             stack.__exit__(_AbandonedStep, error, None)
 
     def close(self) -> None:
-        """Release the memory of the tiers."""
+        """Release the memory and disk space of offloaded tensors, except what live graphs hold."""
         self.abandon()
         if self.offloader is not None:
             self.offloader.close()
 
     def summary(self) -> str | None:
-        """Return one line with predictions beside measurements; None without a plan."""
+        """Return one line that compares the plan with the measurements; None without a plan."""
         offloader = self.offloader
         if offloader is None or offloader.plan is None:
             return None
@@ -291,7 +294,7 @@ def _offloading_parts(trainer: Trainer) -> list[MemoryBudget]:
 
 
 class _AbandonedStep(BaseException):
-    """Exception that closes the context of a step without its regular end."""
+    """Exception that tells the open context of a step that the step did not reach its end."""
 
 
 def require_supported(strategy: Strategy, name: str) -> None:

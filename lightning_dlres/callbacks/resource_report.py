@@ -1,4 +1,4 @@
-"""`ResourceReport`, a callback that reports predictions beside measurements at the end of `fit`."""
+"""Callback that compares predictions with measurements at the end of `fit`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TIMED_STEPS = 1000
 
 
 class ResourceReport(Callback):
-    """Reports predicted and measured figures at the end of `fit`.
+    """Callback that reports predicted and measured figures at the end of `fit`.
 
     Under `HeteroPipeStrategy` it prints one line with the time of a step, the bubble and the
     speed-up over the even split, predicted and measured. It writes three files:
@@ -49,13 +49,14 @@ class ResourceReport(Callback):
     - `timeline.png`, the work of every stage in one step, planned above measured;
     - `trace.json`, the last steps of all ranks, for https://ui.perfetto.dev.
 
-    Under other strategies `report.md` has the time of a step, and says what is missing. With
+    Under other strategies `report.md` has the time of a step, and names the missing figures. With
     `ActivationOffload` or `MemoryPrecision`, `memory.png` shows the memory on the device over one
-    step, planned and measured. Each `fit` replaces the files of the one before. With `fast_dev_run`
-    no files are written, as Lightning writes no logs and checkpoints either.
+    step, planned and measured. Each `fit` replaces the files of the previous one. With
+    `fast_dev_run` no files are written, as Lightning writes no logs and checkpoints either.
 
     Attributes:
-        line: The line printed by the last `fit`, on rank 0; None before.
+        line: The figures in one line, as the latest `fit` printed them, without the report's path.
+            Set on rank 0 only; None before the first report.
 
     Args:
         dir: Directory for the files; created if it does not exist. None: `resource_report` in the
@@ -97,7 +98,7 @@ class ResourceReport(Callback):
             base = str(log_dir or trainer.default_root_dir)
             self._directory = Path(self.dir) if self.dir is not None else Path(base, _DEFAULT_NAME)
             error = _directory_error(self._directory) if trainer.is_global_zero else None
-        # Only rank 0 writes, and all ranks must stop if it cannot.
+        # Only rank 0 writes. If it cannot, all ranks must raise, or the others would wait for it.
         error = trainer.strategy.broadcast(error, 0)
         if error is not None:
             raise ConfigError(error)
@@ -123,8 +124,8 @@ class ResourceReport(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # This is the last hook in which the ranks can exchange messages: the strategy closes its
-        # connection before on_fit_end. After an exception Lightning calls only on_exception, and
-        # there other ranks may not take part in an exchange.
+        # connection before `on_fit_end`. After an exception Lightning calls only `on_exception`.
+        # There the ranks must not exchange messages, because some of them may not take part.
         tracer = tracer_of(trainer.strategy)
         if tracer is not None:
             self._gathered = gather(
@@ -136,7 +137,7 @@ class ResourceReport(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # No rank waits for rank 0 in this hook, so it may draw for a few seconds.
+        # No rank waits for rank 0 in this hook, so rank 0 may draw pictures for a few seconds.
         if trainer.is_global_zero:
             try:
                 self._report(trainer)
@@ -180,7 +181,10 @@ class ResourceReport(Callback):
         return spans if any(spans.values()) else {}
 
     def _step_time_line(self) -> str:
-        """Return a line with the median time of a step, by the callback's own clock."""
+        """Return a line with the median time between step starts, as this callback measured them.
+
+        Warm-up steps count only if there are no others.
+        """
         durations = [after - before for before, after in pairwise(self._step_starts)]
         # Beyond `_TIMED_STEPS` the deque has dropped the warm-up steps already.
         counted = durations[WARM_UP_STEPS:] if self._steps <= _TIMED_STEPS else durations
@@ -211,7 +215,7 @@ class ResourceReport(Callback):
 
 
 def _directory_error(directory: Path) -> str | None:
-    """Create the directory, and return an error message if no file can be written there."""
+    """Create the directory. Return an error message if no file can be written there, else None."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -249,7 +253,8 @@ def _write_files(
 
 
 def _relative_to_first(spans: Mapping[str, Sequence[Span]]) -> dict[str, list[Span]]:
-    """Return the spans with times since the first one, instead of since the host's start."""
+    """Return the spans with times since the first one, which is easier to read in a trace viewer
+    than the time since the host's start."""
     first = min((span.start_ns for group in spans.values() for span in group), default=0)
     return {
         name: [

@@ -25,12 +25,15 @@ class MemoryPrecision(MemoryBudget, Precision):
 
     `Trainer(plugins=dlres.MemoryPrecision("bf16-mixed", budget="8GiB"))` computes the same bits as
     `Trainer(precision="bf16-mixed")`: every hook is passed on to Lightning's own plugin for that
-    precision. Checkpoints can be read with and without this plugin. They hold the
-    gradient scaler's state under Lightning's usual key.
+    precision. Runs with and without this plugin can read each other's checkpoints, because the
+    gradient scaler's state is saved under Lightning's usual key.
 
     Args:
         precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true".
         **arguments: Keyword arguments of `ActivationOffload`; see `MemoryBudget.__init__`.
+
+    Attributes:
+        inner: Lightning's own plugin for the precision.
 
     Raises:
         ConfigError: If an argument has a bad value; when `fit` starts, if the strategy or device is
@@ -46,7 +49,7 @@ class MemoryPrecision(MemoryBudget, Precision):
         self.inner = _lightning_plugin(precision)
         self._module: LightningModule | None = None
         self._batch: Any = None
-        # True inside of `optimizer_step`, whose closure runs the training step.
+        # True inside `optimizer_step`, whose closure runs the training step.
         self._is_stepping = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -54,7 +57,7 @@ class MemoryPrecision(MemoryBudget, Precision):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Return the gradient scaler of "16-mixed"."""
+        """Return the gradient scaler of "16-mixed"; None for other precisions."""
         return getattr(self.inner, "scaler", None)
 
     @override
@@ -87,7 +90,7 @@ class MemoryPrecision(MemoryBudget, Precision):
         steps.begin(module, self._batch, self._is_stepping or not automatic)
         with self.inner.train_step_context():
             yield
-        # In manual optimization backward and the optimizer run inside of `training_step`.
+        # In manual optimization, backward and the optimizer's step run inside `training_step`.
         if not automatic:
             steps.end()
 
@@ -96,7 +99,7 @@ class MemoryPrecision(MemoryBudget, Precision):
         self, tensor: Tensor, module: LightningModule
     ) -> Tensor:
         loss = self.inner.post_backward(tensor, module)
-        # If the optimizer steps after this batch, `optimizer_step` ends the training step.
+        # End the step here only if gradients accumulate. Otherwise `optimizer_step` ends it.
         if (
             self.training_steps is not None
             and module.automatic_optimization
@@ -220,7 +223,10 @@ def _lightning_plugin(precision: PrecisionName) -> Precision:
 
 
 def _set_autocast_device(inner: MixedPrecision, device: str) -> None:
-    """Set the device type of autocast and of the gradient scaler to the Trainer's."""
+    """Set the device type of autocast and of the gradient scaler.
+
+    The plugin is made before the Trainer has chosen its device.
+    """
     if inner.device != device:
         inner.device = device
         if inner.scaler is not None:
