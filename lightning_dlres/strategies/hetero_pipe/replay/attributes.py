@@ -140,7 +140,7 @@ class UserState:
                 metrics.append((path, value))
                 continue
             state = ObjectState.read(path, value, kind)
-            # A tuple has no state of its own, but its items may have.
+            # A tuple cannot change, but its items may hold state.
             if kind != "tuple":
                 states.append(state)
             queue += state.children()
@@ -214,6 +214,7 @@ class IsolatedState:
         return state.content
 
     def _copy(self, value: Any) -> Any:
+        """Return a copy of a tensor or array, also inside a tuple; any other value itself."""
         kind = type(value)
         if isinstance(value, tuple):
             items = [self._copy(item) for item in value]
@@ -261,7 +262,7 @@ class IsolatedState:
             if not self._is_same(before.get(key, ABSENT), value)
         ]
         # A setting that is missing now may still exist: it may have become too large to count.
-        gone = [
+        removed = [
             self._encoded_key(path, ("old key", index), key)
             for index, key in enumerate(before)
             if key not in now and state.kind != "settings"
@@ -269,25 +270,30 @@ class IsolatedState:
         order = None
         if state.kind == "dict":
             expected = [k for k in before if k in now] + [k for k in now if k not in before]
-            # Keys may be equal and not the same, such as 1 and True.
+            # Equal keys are not always the same one, such as 1 and True.
             if not are_identical(expected, now) and (
                 list(map(value_key, expected)) != list(map(value_key, now))
             ):
                 order = [self._encoded_key(path, ("key", i), key) for i, key in enumerate(now)]
-        return ["names", new, gone, order] if new or gone or order else None
+        return ["names", new, removed, order] if new or removed or order else None
 
     def _change_of_set(self, path: str, before: set[Any], now: set[Any]) -> Tree:
-        # Most members are the same objects, so that few need a key.
+        # Compare ids first, since keys cost more: most members are the same objects. An object that
+        # took the place of one with the same key is no change.
         ids_before, ids_now = set(map(id, before)), set(map(id, now))
-        gone = {value_key(member): member for member in before if id(member) not in ids_now}
-        new = {value_key(member): member for member in now if id(member) not in ids_before}
-        added = [self._encoded(path, i, new[k]) for i, k in enumerate(new) if k not in gone]
-        removed = [
-            self._encoded(path, ("old member", i), gone[k])
-            for i, k in enumerate(gone)
-            if k not in new
+        only_before = {value_key(member): member for member in before if id(member) not in ids_now}
+        only_now = {value_key(member): member for member in now if id(member) not in ids_before}
+        new = [
+            self._encoded(path, i, only_now[k])
+            for i, k in enumerate(only_now)
+            if k not in only_before
         ]
-        return ["set", added, removed] if added or removed else None
+        removed = [
+            self._encoded(path, ("old member", i), only_before[k])
+            for i, k in enumerate(only_before)
+            if k not in only_now
+        ]
+        return ["set", new, removed] if new or removed else None
 
     def _encoded_key(self, path: str, name: Any, key: Any) -> tuple[Any, Any]:
         """Return the encoding of a key, and the key to send; see `_encoded`."""
@@ -300,7 +306,8 @@ class IsolatedState:
 
         Args:
             path: Path of the object that the value belongs to.
-            name: Key, index or other name of the value in this object.
+            name: Name of the value in this object, as in the keys of `unsendable`: a key, an index,
+                or a pair such as ("old key", index).
             value: The value.
         """
         if id(value) in self._paths:

@@ -13,7 +13,8 @@ from lightning.pytorch import Trainer
 
 
 def settings_owners(trainer: Trainer) -> dict[str, Any]:
-    """Return the objects with settings by name: loops, parameter groups, schedulers, data."""
+    """Return the objects that hold settings, by their path: the Trainer, its loops, parameter
+    groups, schedulers, the datamodule, data sets and samplers. A missing one is None."""
     owners: dict[str, Any] = {"trainer": trainer, "trainer.fit_loop": trainer.fit_loop}
     owners["trainer.fit_loop.epoch_loop"] = trainer.fit_loop.epoch_loop
     for index, optimizer in enumerate(trainer.optimizers):

@@ -44,7 +44,7 @@ _MAX_OBJECTS = 20_000
 _MAX_ARRAY_BYTES = 1 << 24
 # Largest number of names in the line for the user.
 _MAX_NAMES = 12
-# Attributes of every module that torch manages.
+# Attributes that torch manages in every module.
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 _INSTALL_FOLDERS = {"site-packages", "dist-packages"}

@@ -60,16 +60,16 @@ _OPAQUE = (
 )
 # Classes that may hold a whole data set. Only their settings (small attributes) are compared.
 _DATA_SOURCES = (Dataset, Sampler, LightningDataModule)
-# Attributes of every module that torch manages, and the methods that this package replaces
-# temporarily in a module's `__dict__`.
+# Attributes that torch manages in every module, and the methods that this package temporarily
+# replaces in a module's `__dict__`.
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"forward", _compat.CALL, "log", "print"}
 _KINDS_WITH_ATTRIBUTES = NAMED_KINDS - {"dict"}
 # Types whose values hold no other objects with state.
 _FLAT_TYPES = {*SCALARS, Tensor, np.ndarray}
 # Immutable types that are compared quickly.
 _QUICK_TYPES = {int, str, bytes, bool, type(None), float}
-# Immutable types whose values are the same if they are equal. Floats and complex numbers are not
-# among them.
+# Immutable types whose equal values cannot be told apart. Floats and complex numbers are not among
+# them: 0.0 equals -0.0.
 _HASHABLE_TYPES = {*SCALARS, torch.dtype, torch.device, type(Path())} - {float, complex}
 # Largest number of items of a sequence that counts as a setting, such as the learning rates of all
 # groups.
@@ -122,8 +122,8 @@ class ObjectState:
     def is_surely_unchanged(self) -> bool:
         """Return whether a quick comparison proves that the object has not changed.
 
-        False also stands for "unknown": a tensor may have changed in place, or a number may have
-        been replaced by an equal one.
+        False also stands for "unknown": a tensor may have changed in place, or an equal value may
+        have taken the place of a number.
         """
         if self.kind == "random" or not self.types <= _QUICK_TYPES:
             return False
