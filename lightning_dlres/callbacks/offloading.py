@@ -233,7 +233,8 @@ class TrainingSteps:
             )
         if measured.mismatches:
             count = len(measured.mismatches)
-            line += f"; {count} steps did not match the plan (latest: {measured.mismatches[-1]})"
+            steps = "step" if count == 1 else "steps"
+            line += f"; {count} {steps} did not match the plan (latest: {measured.mismatches[-1]})"
         return line + "."
 
     def _make_offloader(self, module: LightningModule) -> Offloader:
