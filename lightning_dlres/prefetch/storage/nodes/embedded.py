@@ -32,7 +32,7 @@ class EmbeddedStorage(NodeStorage):
     ) -> None:
         reader = open_source_unchecked(config, report_progress)
         with ExitStack() as stack:
-            running = [
+            store_nodes = [
                 stack.enter_context(
                     StoreNode(
                         reader,
@@ -45,17 +45,17 @@ class EmbeddedStorage(NodeStorage):
                 for node in range(config.nodes)
             ]
             super().__init__(
-                [node.endpoint for node in running],
+                [node.endpoint for node in store_nodes],
                 replicas=config.replicas,
                 timeout=config.timeout,
             )
-            self._running = stack.pop_all()
+            self._open_nodes = stack.pop_all()
         self.note = reader.note
 
     def close(self) -> None:
         """See `Storage`."""
         super().close()
-        self._running.close()
+        self._open_nodes.close()
 
 
 # Opener of storage="embedded".
