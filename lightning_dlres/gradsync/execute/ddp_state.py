@@ -23,6 +23,7 @@ from torch.futures import Future
 from lightning_dlres.codecs import base as registry
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.checks import finite, one_of, whole_number
+from lightning_dlres.core.comm.collectives import any_rank
 from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
@@ -140,7 +141,14 @@ class GradientSyncState:
         return future
 
     def close(self) -> None:
-        """End the threads. All ranks call it together, unless one has failed."""
+        """End the threads. All ranks call it together, unless one has failed.
+
+        Raises:
+            PeerError: If a rank does not call it in time.
+        """
+        if self._mailbox is not None and self._failure is None:
+            # The last messages of other ranks may still need the coordinator, or pass this rank.
+            any_rank(False, self._timeout, self._check)
         if self._synchroniser is not None:
             self._synchroniser.close()
         if self._mailbox is not None:
