@@ -22,14 +22,11 @@ from lightning_dlres.core.comm.collectives import (
     gather_numbers,
 )
 from lightning_dlres.core.comm.liveness import Watch
-from lightning_dlres.core.comm.mailbox import Mailbox
+from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
 from lightning_dlres.core.errors import ConfigError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire.tree import Tree
 
-# Timeout of the gloo group itself. `Connection` enforces its own, shorter timeout, and names the
-# rank that did not answer; gloo's error would name none.
-_LONGER_THAN_ANY_RUN = timedelta(days=365)
 # Timeout of a rank that has raised, in seconds. Most often it has raised alone, and the other ranks
 # will not answer.
 _TIMEOUT_AFTER_FAILURE_SECONDS = 10.0
@@ -112,7 +109,7 @@ class Connection:
         self._failure: str | None = None
         # Count of each signal, by signal number. Used by a run of one rank, which has no watch.
         self._signals: dict[int, int] = {}
-        self._group = dist.new_group(backend="gloo", timeout=_LONGER_THAN_ANY_RUN)
+        self._group = dist.new_group(backend="gloo", timeout=LONGER_THAN_ANY_RUN)
         self._watch = self._start_watch(names, environment, nodes) if len(names) > 1 else None
         assert isinstance(self._group, dist.ProcessGroup)
         self.mailbox = Mailbox(

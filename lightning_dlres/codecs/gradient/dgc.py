@@ -24,7 +24,7 @@ _FIRST_RATIO, _FALL = 0.25, 4
 
 
 @register
-class DGC(GradientCodec):
+class DGC(sparse.SparseCodec):
     """Codec with 8 bytes for each element that is sent.
 
     Args:
@@ -40,8 +40,6 @@ class DGC(GradientCodec):
 
     name = "dgc"
     suits_adam = False
-    # The largest elements of a gradient are not the largest ones of its partitions.
-    is_divisible = False
 
     def __init__(
         self,
@@ -67,10 +65,6 @@ class DGC(GradientCodec):
                 parts += 1
             ratio = max(_FIRST_RATIO / _FALL ** (step * parts // self.warmup_steps), self.ratio)
         return DGC(ratio=ratio, momentum=self.momentum, clip=self.clip)
-
-    @override
-    def payload_bytes(self, count: int) -> int:
-        return sparse.payload_bytes(count, self.ratio)
 
     @override
     def new_state(self, count: int, device: torch.device, *, is_aggregator: bool = False) -> State:
@@ -102,9 +96,3 @@ class DGC(GradientCodec):
         if momentum is not None:
             # Factor masking: stale momentum must not act again on what was sent.
             momentum[indices] = 0
-
-    @override
-    def expand(
-        self, payload: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
-        sparse.expand(payload, out, scale, accumulate)

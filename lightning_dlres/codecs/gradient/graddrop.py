@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from lightning_dlres.codecs.base import register
 from lightning_dlres.codecs.gradient import sparse
-from lightning_dlres.codecs.gradient.base import RESIDUAL, GradientCodec, State
+from lightning_dlres.codecs.gradient.base import RESIDUAL, State
 
 
 @register
-class GradDrop(GradientCodec):
+class GradDrop(sparse.SparseCodec):
     """Codec with 8 bytes for each element that is sent.
 
     Args:
@@ -27,15 +27,9 @@ class GradDrop(GradientCodec):
     """
 
     name = "graddrop"
-    # The largest elements of a gradient are not the largest ones of its partitions.
-    is_divisible = False
 
     def __init__(self, *, ratio: float = 0.01) -> None:
         self.ratio = sparse.check_ratio(ratio)
-
-    @override
-    def payload_bytes(self, count: int) -> int:
-        return sparse.payload_bytes(count, self.ratio)
 
     @override
     def compress(
@@ -52,9 +46,3 @@ class GradDrop(GradientCodec):
         sparse.write(payload, exact[indices], indices)
         residual.copy_(exact)
         residual[indices] = 0
-
-    @override
-    def expand(
-        self, payload: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
-        sparse.expand(payload, out, scale, accumulate)

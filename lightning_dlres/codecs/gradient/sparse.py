@@ -10,13 +10,14 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from lightning_dlres.codecs.gradient.base import GradientCodec
 from lightning_dlres.core.errors import ConfigError, got_expected
 
 _NOT_FINITE = -1
-# Elements above which the threshold is estimated from a sample, the number of elements in the
-# sample, and the most elements beyond `k` that pass the threshold, as a share of `k`. Sorting all
-# elements takes longer than everything else.
+# Elements above which the threshold is estimated from a sample, and the number of elements in the
+# sample. Selecting among all elements takes longer than everything else.
 _SAMPLED_ABOVE, _SAMPLE = 1 << 16, 1 << 14
 
 
@@ -91,3 +92,21 @@ def expand(payload: Tensor, out: Tensor, scale: float, accumulate: bool) -> None
 def _parts(payload: Tensor) -> tuple[Tensor, Tensor]:
     size = payload.numel() // 2
     return payload[:size].view(torch.float32), payload[size:].view(torch.int32)
+
+
+class SparseCodec(GradientCodec):
+    """Base of the codecs that send a share `ratio` of the elements."""
+
+    # The largest elements of a gradient are not the largest ones of its partitions.
+    is_divisible = False
+    ratio: float
+
+    @override
+    def payload_bytes(self, count: int) -> int:
+        return payload_bytes(count, self.ratio)
+
+    @override
+    def expand(
+        self, payload: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        expand(payload, out, scale, accumulate)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
 
 import torch
@@ -27,6 +28,10 @@ from lightning_dlres.core.errors import PeerError, PeerLostError, PeerTimeoutErr
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire import payload
 from lightning_dlres.core.wire.tree import Tree
+
+# Timeout of a mailbox's gloo group. The mailbox has a shorter one, and its error names the rank
+# that did not answer; gloo's error would name none.
+LONGER_THAN_ANY_RUN = timedelta(days=365)
 
 # Identifies a message on its channel. The key of a micro-batch is (micro-batch, number of the
 # pass).

@@ -27,6 +27,9 @@ class LearnedPlan:
     messages: tuple[Transmission, ...]
 
 
+Plan = Transmission | LearnedPlan
+
+
 class CoordinatorLink:
     """Link of one rank to the coordinator, which runs on rank `coordinator`.
 
@@ -135,7 +138,7 @@ class CoordinatorLink:
     def _receiver(self, rank: int) -> Callable[[Item], None]:
         def receive(item: Item) -> None:
             try:
-                self._handle(rank, _content(item, self._mailbox.names[rank]))
+                self._handle(rank, content_of(item, self._mailbox.names[rank]))
             except Exception as error:
                 self._on_failure(error)
 
@@ -143,7 +146,7 @@ class CoordinatorLink:
 
     def _receive_plans(self, item: Item) -> None:
         try:
-            is_learned, rows = _content(item, self._mailbox.names[self._coordinator])
+            is_learned, rows = content_of(item, self._mailbox.names[self._coordinator])
             plans = [
                 Transmission(source, destination, tuple((e[0], e[1], e[2]) for e in entries))
                 for source, destination, entries in rows
@@ -153,10 +156,7 @@ class CoordinatorLink:
             self._on_failure(error)
 
 
-Plan = Transmission | LearnedPlan
-
-
-def _content(item: Item, name: str) -> Tree:
+def content_of(item: Item, name: str) -> Tree:
     """Return the content of a message.
 
     Raises:

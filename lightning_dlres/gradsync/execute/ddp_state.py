@@ -9,10 +9,8 @@ identity, so it does not matter that DDP sorts them into other buckets later.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -24,7 +22,7 @@ from lightning_dlres.codecs import base as registry
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.checks import finite, one_of, whole_number
 from lightning_dlres.core.comm.collectives import any_rank
-from lightning_dlres.core.comm.mailbox import Mailbox
+from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
@@ -38,8 +36,6 @@ NONE = "none"
 # First step that repeats a plan. DDP sorts parameters into other buckets after step 0, and step 1
 # is slow because connections are made in it.
 _REPLAYED_STEP = 3
-# Timeout of the gloo group itself. The mailbox has a shorter one, and its error names the rank.
-_LONGER_THAN_ANY_RUN = timedelta(days=365)
 
 
 class GradientSyncState:
@@ -95,8 +91,6 @@ class GradientSyncState:
         self._group: dist.ProcessGroup | None = None
         self._synchroniser: GradientSynchroniser | None = None
         self._failure: BaseException | None = None
-        # Guards `_failure`, which the executor's threads set.
-        self._lock = threading.Lock()
 
     def name_parameters(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Give names to parameters; without a name, they are numbered in the order of step 0."""
@@ -166,7 +160,7 @@ class GradientSyncState:
 
     def _open(self, world_size: int) -> GradientSynchroniser:
         """Connect the ranks, and return the engine; called by all ranks together."""
-        group = dist.new_group(backend="gloo", timeout=_LONGER_THAN_ANY_RUN)
+        group = dist.new_group(backend="gloo", timeout=LONGER_THAN_ANY_RUN)
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._mailbox = Mailbox(
@@ -221,8 +215,8 @@ class GradientSyncState:
         if error is None:
             future.set_result(buffer)
             return
-        with self._lock:
-            self._failure = self._failure or error
+        # The executor passes the same error to all buckets.
+        self._failure = error
         # DDP shows only the type of this error. Callers raise `failure` after backward.
         future.set_exception(error)  # type: ignore[arg-type]
 

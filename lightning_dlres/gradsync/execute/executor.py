@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
-from lightning_dlres.core.errors import PeerLostError, PeerTimeoutError, ProtocolError
+from lightning_dlres.core.errors import PeerTimeoutError, ProtocolError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
+from lightning_dlres.gradsync.execute.coordination import CoordinatorLink, content_of
 from lightning_dlres.gradsync.execute.transmitters import (
     CoordinatedTransmitter,
     DirectTransmitter,
@@ -223,7 +223,7 @@ class SyncExecutor:
         with self._tracer.span("send", "transfer", peer=destination, units=len(sends)):
             message = payloads[0] if len(payloads) == 1 else torch.cat(_aligned(payloads))
             self._mailbox.send(
-                destination, Channel.GRADIENT_SYNC, ("sync", step), [entries, message]
+                destination, Channel.GRADIENT_SYNC, ("gradients",), [step, entries, message]
             )
         for send in sends:
             self._finish(send.run, send.task)
@@ -239,12 +239,7 @@ class SyncExecutor:
 
     def _receive(self, peer: int, item: Item) -> None:
         """Handle a message, or the error that ended the connection to a rank."""
-        name = self._names[peer]
-        if isinstance(item, BaseException):
-            # The watch knows the reason of a broken connection a little later.
-            raise PeerLostError(f"lost {name} while gradients were synchronised: {item}") from item
-        key, (entries, message) = item
-        step = int(key[1])
+        step, entries, message = content_of(item, self._names[peer])
         offset = 0
         with self._tracer.span("receive", "transfer", peer=peer, units=len(entries)):
             for unit, part_number, nbytes in entries:

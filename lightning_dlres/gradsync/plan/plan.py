@@ -31,7 +31,7 @@ class SyncPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecChoice:
-    """What is done with one gradient.
+    """Codec and partitions of one gradient.
 
     Attributes:
         codec: Name of the codec; "raw" sends the elements as they are.

@@ -65,7 +65,7 @@ def largest(gradient: Any, residual: Any, scales: Any, scale: Any) -> None:
 
 
 def _encode_block(
-    gradient: Any, residual: Any, words: Any, scale: Any, step: Any, top: Any, bits: Any, seed: Any
+    gradient: Any, residual: Any, words: Any, scale: Any, step: Any, top: Any, bits: Any
 ) -> None:
     """Encode one block; `step` is the distance of two levels, and `top` the highest level."""
     for i in range(words.size):
@@ -123,7 +123,7 @@ def encode_nearest(
         values, errors = gradient[first : first + BLOCK], residual[first : first + BLOCK]
         step = _block_largest(values, errors, lanes, scale) / top
         scales[block] = step
-        _block_encoder(values, errors, words[word : word + size], scale, step, top, bits, 0)
+        _block_encoder(values, errors, words[word : word + size], scale, step, top, bits)
 
 
 @compiled(

@@ -104,8 +104,8 @@ class LayerTensorGuard(PipelinedWeightGuard):
 
     @contextmanager
     def running(self, layer: str) -> Iterator[None]:
-        """Context manager in which a layer runs, with the user's hooks on it. Tensors that are made
-        meanwhile belong to the layer."""
+        """Context manager in which a layer runs, with the user's hooks on it. Tensors that it
+        makes belong to the layer."""
 
         def record(module: nn.Module, inputs: Any, output: Any) -> None:
             # A torch function mode does not see calls of custom autograd functions, so the outputs
