@@ -175,6 +175,8 @@ def plans_of_a_run(
     ) as sync:
         for step in range(STEPS):
             sync.run(step, gradients(context.rank, step))
+        # This rank may finish before the others have sent their last payloads.
+        dist.barrier()
         assert sync.coordinator is not None
         return [(p.source, p.destination, *e) for p in sync.coordinator.log for e in p.entries]
 

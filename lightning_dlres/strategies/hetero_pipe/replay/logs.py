@@ -6,6 +6,7 @@ If the step ran per micro-batch, the records of the micro-batches are merged fir
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 
+_LOG_SIGNATURE = inspect.signature(LightningModule.log)
 # Functions that merge the values of micro-batches, by the name of `reduce_fx`.
 _MERGERS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": torch.sum,
@@ -105,11 +107,10 @@ def isolated_log_calls(module: LightningModule) -> Iterator[list[LogRecord]]:
     """
     records: list[LogRecord] = []
 
-    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-        positional = dict(
-            zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)
-        )
-        records.append(LogRecord(name, value, {**positional, **options}))
+    def log(*args: Any, **kwargs: Any) -> None:
+        # Wrong arguments raise the TypeError that the replaced method would raise.
+        _, name, value, *options = _LOG_SIGNATURE.bind(module, *args, **kwargs).arguments.items()
+        records.append(LogRecord(name[1], value[1], dict(options)))
 
     replacements = {"log": log, "print": print}
     saved = {name: module.__dict__[name] for name in replacements if name in module.__dict__}

@@ -68,11 +68,15 @@ def test_log_calls_are_recorded_and_not_forwarded() -> None:
         module.log("b", 2.0, True, False, on_step=True)
         module.log_dict({"c": 3.0, "d": torch.tensor(4.0)}, prog_bar=True)
         module.log(name="e", value=module.metric, batch_size=3)
+        module.log("g", 6.0, False, True, True, True, "sum", False, False, None, True, 8)
     assert not module.logged
-    assert [record.name for record in records] == ["a", "b", "c", "d", "e"]
+    assert [record.name for record in records] == ["a", "b", "c", "d", "e", "g"]
     assert records[1].options == {"prog_bar": True, "logger": False, "on_step": True}
     assert records[3].options["prog_bar"] is True
     assert records[4].value is module.metric
+    assert (records[5].options["reduce_fx"], records[5].options["batch_size"]) == ("sum", 8)
+    with isolated_log_calls(module), pytest.raises(TypeError, match="unexpected keyword"):
+        module.log("h", 7.0, no_such_option=1)
     module.log("f", 5.0)
     assert [call[0] for call in module.logged] == ["f"], "logging works again"
 
