@@ -1,0 +1,67 @@
+"""Measured costs that plans and the simulator of gradient synchronisation start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCost:
+    """Time of a task that grows with its size.
+
+    Attributes:
+        fixed_seconds: Seconds of a task of size 0.
+        seconds_per_item: Seconds of each further item: an element of a compute task, a byte of a
+            transfer.
+    """
+
+    fixed_seconds: float
+    seconds_per_item: float
+
+    def seconds(self, size: float) -> float:
+        """Return the seconds of a task."""
+        return self.fixed_seconds + self.seconds_per_item * size
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecCosts:
+    """Times of one codec on the slowest rank; sizes are elements.
+
+    Attributes:
+        encode: Encoding a gradient, with its residual.
+        merge: Decoding a payload and adding it to a sum.
+        decode: Decoding the sum.
+    """
+
+    encode: LinearCost
+    merge: LinearCost
+    decode: LinearCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkCosts:
+    """Links of all ranks to a network without other limits.
+
+    Attributes:
+        message_seconds: Fixed seconds of a message.
+        bandwidths: Bytes per second of each rank's link, in each direction.
+    """
+
+    message_seconds: float
+    bandwidths: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncCosts:
+    """All costs of synchronisation.
+
+    Attributes:
+        codecs: Costs by the name of the codec; "raw" for elements that are sent as they are.
+        links: Links of the ranks.
+        all_reduce: Time of torch's own all-reduce on all ranks; sizes are bytes.
+    """
+
+    codecs: Mapping[str, CodecCosts]
+    links: LinkCosts
+    all_reduce: LinearCost
