@@ -1,18 +1,21 @@
 """State of the communication hook of torch's DistributedDataParallel.
 
 The hook gets a bucket: a flat buffer with the gradients of some parameters. It splits the buffer
-into gradients again, because a codec encodes each of them by itself. In the first step, it learns
-the parameters and lets torch sum the buckets; it makes its plan after that. Parameters are known by
-identity, so it does not matter that DDP sorts them into other buckets later.
+into gradients again, because a codec encodes each of them by itself. Parameters are known by
+identity, so it does not matter that DDP sorts them into other buckets after the first step. If
+nobody has named the parameters, the hook learns them in the first step and lets torch sum the
+buckets of that step.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
@@ -26,6 +29,8 @@ from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
+from lightning_dlres.gradsync.execute.saved_states import restore_states, save_states, unsent_mean
+from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
@@ -54,9 +59,15 @@ class GradientSyncState:
         min_bytes: Gradients with fewer bytes are not compressed.
         timeout: Seconds that a rank waits for another.
         check: Called while waiting; raises if a rank is known to have failed.
+        keeps_previous: True makes `undo_step` possible, with a second copy of the residuals. Use it
+            with a gradient scaler, which skips steps.
 
     Attributes:
         tracer: Spans of all tasks.
+        loss_scale: Factor of the loss in the next backward, such as that of a gradient scaler; a
+            power of two. Residuals are kept without it, so they fit any later scale.
+        has_data: Set it to False for a backward without samples on this rank, whose gradients are
+            zero. The residuals of this rank then stay unchanged.
 
     Raises:
         ConfigError: If an argument has a bad value.
@@ -72,6 +83,7 @@ class GradientSyncState:
         min_bytes: int = 16 << 10,
         timeout: float = 300.0,
         check: Callable[[], None] | None = None,
+        keeps_previous: bool = False,
     ) -> None:
         self.algorithm = algorithm
         self._codecs = _codecs_of(algorithm, codec_options or {})
@@ -82,10 +94,17 @@ class GradientSyncState:
         self._min_bytes = whole_number("min_bytes", min_bytes, "min_bytes=0", least=0)
         self._timeout = finite("timeout", timeout, "timeout=300", above=True)
         self._check = check or _no_check
+        self._keeps_previous = keeps_previous
         self.tracer = Tracer()
+        self.loss_scale, self.has_data = 1.0, True
         self._step = 0
         self._names: dict[nn.Parameter, str] = {}
         self._specs: list[GradientSpec] = []
+        # True until the hook has learnt the parameters in its first step.
+        self._is_learning = True
+        self._states = CodecStates()
+        self._plan: SyncPlan | None = None
+        self._saved: list[Mapping[str, Any]] = []
         self._mailbox: Mailbox | None = None
         self._end: weakref.finalize[..., Any] | None = None
         self._group: dist.ProcessGroup | None = None
@@ -93,8 +112,20 @@ class GradientSyncState:
         self._failure: BaseException | None = None
 
     def name_parameters(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Give names to parameters; without a name, they are numbered in the order of step 0."""
-        self._names.update((parameter, name) for name, parameter in parameters)
+        """Give names to all parameters of the module, before the first step.
+
+        Checkpoints need names. Without them, parameters are numbered, and the first step is not
+        compressed.
+
+        Args:
+            parameters: The result of `module.named_parameters()`. DistributedDataParallel ignores
+                parameters that need no gradient when it is made, and so does this method.
+        """
+        for name, parameter in parameters:
+            if parameter.requires_grad:
+                self._names[parameter] = name
+                self._specs.append(GradientSpec(name=name, count=parameter.numel()))
+        self._is_learning = not self._specs
 
     @property
     def failure(self) -> BaseException | None:
@@ -103,12 +134,12 @@ class GradientSyncState:
 
     @property
     def plan(self) -> SyncPlan | None:
-        """Plan of the synchronisation; None in step 0."""
-        return self._synchroniser.plan if self._synchroniser is not None else None
+        """Plan of the synchronisation; None before its first step."""
+        return self._plan
 
     @property
     def synchroniser(self) -> GradientSynchroniser | None:
-        """Engine, with the codecs' states; None in step 0."""
+        """Engine; None before its first step and after `close`."""
         return self._synchroniser
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
@@ -120,19 +151,77 @@ class GradientSyncState:
         if self._failure is not None:
             raise self._failure
         world_size, step = dist.get_world_size(), self._step
+        is_learning = self._is_learning
         if bucket.is_last():
             self._step += 1
-        if world_size == 1 or self.algorithm == NONE or step == 0:
-            if step == 0:
+            self._is_learning = False
+        if world_size == 1 or self.algorithm == NONE or is_learning:
+            if is_learning:
                 self._learn(bucket)
+            if world_size == 1 and self._saved:
+                self._add_unsent(bucket)
             return _all_reduce(bucket.buffer(), world_size)
         if self._synchroniser is None:
-            self._synchroniser = self._open(world_size)
+            self._synchroniser = self._open(world_size, bucket.buffer().device)
         future: Future[Tensor] = Future()
         buffer = bucket.buffer()
         done = functools.partial(self._finish, future, buffer)
-        self._synchroniser.start(step, self._gradients_of(bucket), done)
+        self._synchroniser.start(
+            step,
+            self._gradients_of(bucket),
+            done,
+            loss_scale=self.loss_scale,
+            has_data=self.has_data,
+        )
         return future
+
+    def undo_step(self) -> None:
+        """Give the codecs' states the values of before the last step, which an optimizer skipped.
+
+        Raises:
+            ConfigError: If the state was made without `keeps_previous`.
+        """
+        if not self._keeps_previous:
+            raise ConfigError(
+                got_expected("keeps_previous", False, "True for `undo_step`", "keeps_previous=True")
+            )
+        self._states.undo(self._step - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step and the codecs' states of this rank: numbers, strings and tensors.
+
+        Every rank has its own. The tensors are not copied: save them before the next step.
+        """
+        units = {} if self._plan is None else save_states(self._states, self._plan)
+        return {"step": self._step, "algorithm": self.algorithm, **units}
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from the states of all ranks of an earlier run, before the first step.
+
+        With the same plan, this rank continues exactly. After a change of the plan or of the number
+        of ranks, residuals are shared out again, and a warning says so.
+
+        Args:
+            states: Results of `state_dict`, by rank.
+
+        Raises:
+            ConfigError: If there is no state, or the first step has begun.
+        """
+        if not states:
+            raise ConfigError(
+                got_expected("states", [], "the states of all ranks", "states=[state of rank 0]")
+            )
+        if self._plan is not None:
+            raise ConfigError(
+                got_expected(
+                    "states",
+                    "states after the first step",
+                    "loaded before it",
+                    "a new GradientSyncState",
+                )
+            )
+        self._step = states[0]["step"]
+        self._saved = [one for one in states if "units" in one]
 
     def close(self) -> None:
         """End the threads. All ranks call it together, unless one has failed.
@@ -158,7 +247,7 @@ class GradientSyncState:
             name = self._names.setdefault(parameter, f"parameter {len(self._specs)}")  # type: ignore[arg-type]
             self._specs.append(GradientSpec(name=name, count=parameter.numel()))
 
-    def _open(self, world_size: int) -> GradientSynchroniser:
+    def _open(self, world_size: int, device: torch.device) -> GradientSynchroniser:
         """Connect the ranks, and return the engine; called by all ranks together."""
         group = dist.new_group(backend="gloo", timeout=LONGER_THAN_ANY_RUN)
         assert isinstance(group, dist.ProcessGroup)
@@ -182,14 +271,48 @@ class GradientSyncState:
             topology=self._topology,
             alignment=BLOCK,
         )
+        self._plan = plan
+        self._restore(device)
         return GradientSynchroniser(
             plan,
             self._codecs,
             self._mailbox,
             self.tracer,
+            states=self._states,
+            keeps_previous=self._keeps_previous,
             coordinator=None if self._coordinator == NONE else CoordinatorLink(self._mailbox),
             replay_from=_REPLAYED_STEP if self._coordinator == "replay" else None,
         )
+
+    def _restore(self, device: torch.device) -> None:
+        """Take over the states of an earlier run."""
+        if not self._saved:
+            return
+        assert self._plan is not None
+        saved, self._saved = self._saved, []
+        dropped = restore_states(
+            saved, self._plan, self._codecs, dist.get_rank(), device, self._states
+        )
+        if len(saved) != self._plan.world_size:
+            warnings.warn(
+                f"The checkpoint has residuals of {len(saved)} ranks, and this run has "
+                f"{self._plan.world_size}: they were shared out again.",
+                stacklevel=2,
+            )
+        if dropped:
+            warnings.warn(
+                f"The checkpoint's residuals of {dropped} were dropped, because these gradients "
+                "have another codec or size now.",
+                stacklevel=2,
+            )
+
+    def _add_unsent(self, bucket: GradBucket) -> None:
+        """Add the residuals of an earlier run to the gradients of a single rank."""
+        for name, gradient in self._gradients_of(bucket).items():
+            unsent = unsent_mean(self._saved, GradientSpec(name=name, count=gradient.numel()))
+            gradient.add_(unsent.to(gradient), alpha=self.loss_scale)
+        if bucket.is_last():
+            self._saved = []
 
     def _choose(self, spec: GradientSpec, world_size: int) -> CodecChoice:
         """Return the codec and the partitions of a gradient."""

@@ -21,6 +21,8 @@ class CodecStates:
 
     def __init__(self) -> None:
         self._states: dict[StateKey, State] = {}
+        # Step and copy of the states at its start, for `undo`; None for a state that was new.
+        self._before: dict[StateKey, tuple[int, State | None]] = {}
 
     def of(self, unit: SyncUnit, part: Part, codec: GradientCodec, device: torch.device) -> State:
         """Return the state of a unit's own gradient or of its sum; a new one at first.
@@ -36,6 +38,30 @@ class CodecStates:
             is_sum = part is Part.SUM
             self._states[key] = codec.new_state(unit.count, device, is_aggregator=is_sum)
         return self._states[key]
+
+    def remember(self, step: int, unit: SyncUnit) -> None:
+        """Copy the states of a unit before a step that may be undone."""
+        for part in Part:
+            key = unit.gradient, unit.start, unit.stop, part
+            state = self._states.get(key)
+            _, copies = self._before.get(key, (step, None))
+            if state is not None and copies is not None:
+                for name, tensor in state.items():
+                    copies[name].copy_(tensor)
+            elif state is not None:
+                copies = {name: tensor.clone() for name, tensor in state.items()}
+            self._before[key] = step, copies if state is not None else None
+
+    def undo(self, step: int) -> None:
+        """Give the states that were copied before a step their old values."""
+        for key, (copied, before) in self._before.items():
+            if copied != step:
+                continue
+            if before is None:
+                self._states.pop(key, None)
+                continue
+            for name, tensor in before.items():
+                self._states[key][name].copy_(tensor)
 
     def items(self) -> dict[StateKey, State]:
         """Return all states by key."""

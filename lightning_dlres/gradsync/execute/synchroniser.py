@@ -32,6 +32,9 @@ class GradientSynchroniser:
         coordinator: Link to the coordinator, on all ranks or on none.
         replay_from: First step that repeats the messages of the step before, without the
             coordinator; None asks it in every step.
+        states: States of this rank's codecs, such as those of a checkpoint; None: new ones.
+        keeps_previous: True copies the codecs' states before each step, so that
+            `states.undo(step)` can undo the last one.
 
     Attributes:
         plan: The plan.
@@ -53,6 +56,8 @@ class GradientSynchroniser:
         has_sum_feedback: bool = True,
         coordinator: CoordinatorLink | None = None,
         replay_from: int | None = None,
+        states: CodecStates | None = None,
+        keeps_previous: bool = False,
     ) -> None:
         missing = {unit.codec for unit in plan.units} - {RAW, *codecs}
         if missing:
@@ -60,7 +65,8 @@ class GradientSynchroniser:
                 got_expected("codecs", sorted(codecs), "all of the plan", str(sorted(missing)))
             )
         self.plan, self.coordinator = plan, coordinator
-        self.states = CodecStates()
+        self.states = CodecStates() if states is None else states
+        self._keeps_previous = keeps_previous
         self._codecs = dict(codecs)
         self._rank, self._world_size = mailbox.rank, plan.world_size
         self._feedback = has_error_feedback, has_sum_feedback
@@ -94,6 +100,7 @@ class GradientSynchroniser:
         on_done: Callable[[BaseException | None], None],
         *,
         loss_scale: float = 1.0,
+        has_data: bool = True,
     ) -> None:
         """Start to replace gradients by their means, without waiting.
 
@@ -102,13 +109,15 @@ class GradientSynchroniser:
             gradients: Contiguous gradients by name. They must not be used until `on_done`.
             on_done: Called once, from another thread: with None, or with the error.
             loss_scale: Factor of the gradients, a power of two.
+            has_data: False if this rank had no samples: its gradients are zero, and the residuals
+                of its own gradients stay unchanged.
         """
         options = StepOptions(
             step=step,
             rank=self._rank,
             world_size=self._world_size,
             loss_scale=loss_scale,
-            has_error_feedback=self._feedback[0],
+            has_error_feedback=self._feedback[0] and has_data,
             has_sum_feedback=self._feedback[1],
         )
         runs = [
@@ -123,6 +132,9 @@ class GradientSynchroniser:
             for name, gradient in gradients.items()
             for unit, graph in self._units[name]
         ]
+        if self._keeps_previous:
+            for run in runs:
+                self.states.remember(step, run.unit)
         self._executor.start(step, runs, on_done)
 
     def run(self, step: int, gradients: Mapping[str, Tensor], *, loss_scale: float = 1.0) -> None:

@@ -1,0 +1,195 @@
+"""Codec states in checkpoints: saved per rank, and restored under the same plan or another one.
+
+A rank saves its states as a dict of numbers, strings and tensors. Under the same units and the same
+number of ranks, every state returns to where it was. Otherwise, states are put together to whole
+gradients and cut again:
+
+- The residual of a rank's own gradient is shared out equally if the number of ranks has changed.
+- The residual of a sum goes to the rank that completes this sum now.
+- All residuals are scaled by the new number of ranks over the old one. Means over more ranks weigh
+  a residual less, and without the factor, a part of it would be lost.
+- The rank that completes a sum may have no state for its own gradient. Its share is then added to
+  the residual of the sum.
+- What a codec keeps per unit, such as a threshold, begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec, State
+from lightning_dlres.gradsync.execute.states import CodecStates
+from lightning_dlres.gradsync.plan.graph import Part, TaskKind, topology
+from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
+from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit
+
+# Saved states of one rank: {"world_size": ..., "units": [{"gradient": ..., "tensors": ...}]}.
+SavedStates = Mapping[str, Any]
+
+
+def save_states(states: CodecStates, plan: SyncPlan) -> dict[str, Any]:
+    """Return the states of this rank as a tree of numbers, strings and tensors (not copied)."""
+    codecs = {(unit.gradient, unit.start, unit.stop): unit.codec for unit in plan.units}
+    return {
+        "world_size": plan.world_size,
+        "units": [
+            {
+                "gradient": gradient,
+                "start": start,
+                "stop": stop,
+                "part": int(part),
+                "codec": codecs[gradient, start, stop],
+                "tensors": dict(state),
+            }
+            for (gradient, start, stop, part), state in states.items().items()
+            if state
+        ],
+    }
+
+
+def restore_states(
+    saved: Sequence[SavedStates],
+    plan: SyncPlan,
+    codecs: Mapping[str, GradientCodec],
+    rank: int,
+    device: torch.device,
+    states: CodecStates,
+) -> list[str]:
+    """Fill the states of this rank, which must be new.
+
+    Args:
+        saved: Saved states of all ranks of the earlier run, by rank.
+        plan: Plan of this run.
+        codecs: Codecs of the plan by name.
+        rank: This rank.
+        device: Device of the gradients.
+        states: States to fill.
+
+    Returns:
+        Names of gradients whose states were dropped, because they are gone or have another codec.
+    """
+    if _has_same_units(saved, plan):
+        _copy(saved[rank], plan, codecs, device, states)
+        return []
+    dropped = {
+        entry["gradient"]
+        for one in saved
+        for entry in one["units"]
+        if not _matches(entry, plan.units_of(entry["gradient"]))
+    }
+    for unit in plan.units:
+        if unit.codec != RAW and unit.gradient not in dropped:
+            _resplit(saved, plan, unit, codecs[unit.codec], rank, device, states)
+    return sorted(dropped)
+
+
+def unsent_mean(saved: Sequence[SavedStates], gradient: GradientSpec) -> Tensor:
+    """Return what the mean of a gradient lacked at the end of an earlier run, for a single rank.
+
+    Args:
+        saved: Saved states of all ranks of the earlier run, by rank.
+        gradient: The gradient.
+
+    Returns:
+        float32[gradient.count].
+    """
+    whole = SyncUnit(
+        index=0, gradient=gradient.name, start=0, stop=gradient.count, codec=RAW, owner=0
+    )
+    total = torch.zeros(gradient.count)
+    for part in Part:
+        total += _collect(saved, whole, part, {RESIDUAL}, 1 / len(saved)).get(RESIDUAL, 0)
+    return total
+
+
+def _has_same_units(saved: Sequence[SavedStates], plan: SyncPlan) -> bool:
+    """Return True if every saved state belongs to a unit of the plan, on the same ranks."""
+    if len(saved) != plan.world_size:
+        return False
+    graph_of = topology(plan.topology)
+    units = {(unit.gradient, unit.start, unit.stop, unit.codec): unit for unit in plan.units}
+    for rank, one in enumerate(saved):
+        for entry in one["units"]:
+            unit = units.get((entry["gradient"], entry["start"], entry["stop"], entry["codec"]))
+            if unit is None:
+                return False
+            graph = graph_of(rank, plan.world_size, unit.owner)
+            if not any(t.kind is TaskKind.ENCODE and t.part == entry["part"] for t in graph):
+                return False
+    return True
+
+
+def _matches(entry: Mapping[str, Any], units: Sequence[SyncUnit]) -> bool:
+    """Return True if a saved state is one of a gradient with these units."""
+    count = max((unit.stop for unit in units), default=0)
+    return bool(entry["stop"] <= count and units[0].codec == entry["codec"])
+
+
+def _copy(
+    saved: SavedStates,
+    plan: SyncPlan,
+    codecs: Mapping[str, GradientCodec],
+    device: torch.device,
+    states: CodecStates,
+) -> None:
+    units = {(unit.gradient, unit.start, unit.stop): unit for unit in plan.units}
+    for entry in saved["units"]:
+        unit = units[entry["gradient"], entry["start"], entry["stop"]]
+        state = states.of(unit, Part(entry["part"]), codecs[unit.codec], device)
+        for name, tensor in entry["tensors"].items():
+            if name in state:
+                state[name].copy_(tensor)
+
+
+def _resplit(
+    saved: Sequence[SavedStates],
+    plan: SyncPlan,
+    unit: SyncUnit,
+    codec: GradientCodec,
+    rank: int,
+    device: torch.device,
+    states: CodecStates,
+) -> None:
+    """Fill the states of a unit from those of other units or ranks."""
+    graph = topology(plan.topology)(rank, plan.world_size, unit.owner)
+    parts = {task.part for task in graph if task.kind is TaskKind.ENCODE}
+    is_same_size = len(saved) == plan.world_size
+    own = [saved[rank]] if is_same_size else saved
+    # A mean over the old ranks on each of the new ones has the factor in it already.
+    kept = {name for name, tensor in codec.new_state(2, device).items() if tensor.numel() == 2}
+    share = _collect(own, unit, Part.GRADIENT, kept, 1 / len(own))
+    if Part.GRADIENT in parts:
+        _fill(states.of(unit, Part.GRADIENT, codec, device), share)
+    if Part.SUM in parts:
+        total = _collect(saved, unit, Part.SUM, kept, plan.world_size / len(saved))
+        if Part.GRADIENT not in parts and RESIDUAL in share:
+            total[RESIDUAL] = total.get(RESIDUAL, 0) + share[RESIDUAL]
+        _fill(states.of(unit, Part.SUM, codec, device), total)
+
+
+def _collect(
+    saved: Sequence[SavedStates], unit: SyncUnit, part: Part, names: Set[str], factor: float
+) -> State:
+    """Return the ranks' sums of saved tensors with an entry per element, times a factor."""
+    total: State = {}
+    for one in saved:
+        for entry in one["units"]:
+            start, stop = max(entry["start"], unit.start), min(entry["stop"], unit.stop)
+            if entry["gradient"] != unit.gradient or entry["part"] != part or start >= stop:
+                continue
+            for name in names & entry["tensors"].keys():
+                tensor = entry["tensors"][name]
+                target = total.setdefault(name, torch.zeros(unit.count))
+                piece = tensor[start - entry["start"] : stop - entry["start"]]
+                target[start - unit.start : stop - unit.start] += piece.cpu() * factor
+    return total
+
+
+def _fill(state: State, values: Mapping[str, Tensor]) -> None:
+    for name, tensor in values.items():
+        if name in state:
+            state[name].copy_(tensor)
