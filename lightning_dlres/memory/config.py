@@ -58,7 +58,8 @@ class OffloaderConfig:
         recompute: Whether a plan may run modules again in backward.
         reuse: Whether a plan may let modules reuse their inputs' memory.
         profile_steps: Number of steps that are measured for a plan.
-        exact: Whether modules are patched only if they compute the same bits in one more step.
+        exact: Whether modules are patched only if they compute the same bits. This takes one
+            additional step, which compares.
         on_over_budget: "error" to raise a ConfigError if no plan meets the limits; "warn" to follow
             the plan with the smallest possible peak.
     """
@@ -260,7 +261,7 @@ def _require_budget(name: str, value: Budget, example: str, words: tuple[str, ..
 
 
 def _require_bytes(name: str, value: int | str, example: str) -> None:
-    """Raise a ConfigError if a value is not a number of bytes, such as a share."""
+    """Raise a ConfigError if a value is not a number of bytes; a share is not one."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ConfigError(got_expected(name, value, "a number of bytes", example))
     parse_bytes(value, name)

@@ -17,9 +17,9 @@ class StepMeasurements:
         steps: Number of steps.
         seconds: Durations of the latest steps, in seconds.
         saved_peak: Most bytes of saved storages on the device.
-        device_peak: Most bytes on the device, if a planned step reached the highest value of the
-            process so far; None: no step did, or the device has no counter. The counter is not
-            reset, since the user may read it, too.
+        device_peak: Most bytes on the device; None: unknown. The device's counter of the peak is
+            not reset, since the user may read it, too. So the peak of a planned step is known only
+            if it is the highest of the process so far.
         mismatches: Differences of the latest steps that did not match their plan.
         curve: Bytes of saved storages over the latest step: (seconds since its start, bytes).
     """

@@ -60,8 +60,8 @@ class RecomputingForward:
         self.module, self.tracker, self.report = module, tracker, report
         # Forward that other code patched in earlier; None: the forward of the class.
         self.previous_forward = module.__dict__.get("forward")
-        # Identities of the module's own weights. `functional_call` swaps others in for a call, but
-        # a second run in backward would use the own ones.
+        # Identities of the module's own weights. During `functional_call`, forward uses other
+        # weights, but a second run in backward would use the module's own.
         self._weights = [id(tensor) for tensor, _ in _weights_of(module)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ def _distinct(args: Sequence[Any]) -> tuple[list[Any], list[int]]:
 def _run_checked(run: Callable[..., Any], args: Sequence[Any], report: ReportMatch) -> Any:
     """Return a function's output, and report in backward whether a second run gives the same."""
     global_state = _GlobalState(args)
-    # The second run must get its tensors as from checkpoint: as new tensor objects.
+    # Checkpoint gives the second run new tensor objects, so the checked run must get them, too.
     inputs = _SavedArguments(args)
     output = run(*args)
     expected, is_reported = _checksums(output), False
@@ -213,8 +213,8 @@ class _GlobalState:
             for kind, dtype, is_enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, is_enabled))
             stack.enter_context(torch.enable_grad())
-            # These hooks hide this run from the engine. They save aliases: the node of an
-            # operation that saves its own output would form a cycle, and never be freed.
+            # These hooks hide this run from the engine. They save aliases: an operation that saves
+            # its output itself would form a cycle of output and node, which is never freed.
             stack.enter_context(saved_tensors_hooks(Tensor.detach, _identity))
             yield
 

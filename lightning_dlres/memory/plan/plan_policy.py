@@ -28,7 +28,7 @@ _KEEP = Placement(MemoryAction.KEEP)
 
 
 class PlanPolicy:
-    """Policy that follows, in every step, the plan whose storages the step saves.
+    """Policy that follows, in every step, the plan that matches the storages that the step saves.
 
     Args:
         plans: Plans, one for each kind of step; empty: no storage is planned.
@@ -95,7 +95,7 @@ class PlanPolicy:
         """Finish a step."""
         self._wait_offloaded(inf)
         if self.mismatch is None and len(self._signature) != len(self._current.signature):
-            # The step saved fewer storages than planned. Another plan may have just these.
+            # The step saved fewer storages than planned. Another plan may match them.
             matching = [p for p in self._alternatives if p.signature == self._signature]
             if matching:
                 self._current = matching[0]

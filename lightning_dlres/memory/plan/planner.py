@@ -40,7 +40,7 @@ from lightning_dlres.memory.profile.step_profile import SavedStorageProfile, Ste
 _COUNTED_SHARES = (1.0, 0.3, 0.02)
 # Limit on the simulated events of one local search; a trial simulates every event of the step.
 _MAX_EVENTS = 400_000
-# Share of the plain step's time by which a plan may be slower for the planner to stop searching.
+# The search stops at a plan that is slower than the plain step by at most this share of its time.
 _GOOD_OVERHEAD = 1e-4
 # Share of the peak. A note tells the user if offloading cannot lower the peak by more.
 _MIN_HELP = 0.02

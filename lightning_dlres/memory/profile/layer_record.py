@@ -48,7 +48,7 @@ class StepClock(Protocol):
 
     @property
     def save_mark(self) -> int:
-        """Return the save mark, which grows with every event and every saving."""
+        """Return the save mark: the number of events and of repeated savings so far."""
 
     def clock(self) -> float:
         """Return the seconds of computation so far."""
@@ -336,8 +336,8 @@ class LayerRecord:
             )
             if not saved_inside:
                 continue
-            # One second run restores all of them, so backward must not need any of them before the
-            # last one is saved.
+            # A single recomputation restores all of them, so backward must not need any of them
+            # before the last one is saved.
             last_saved = max(storages[number].saved for number in saved_inside)
             if min(storages[number].uses[0] for number in saved_inside) < last_saved:
                 continue

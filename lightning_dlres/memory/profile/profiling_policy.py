@@ -136,7 +136,7 @@ class ProfilingPolicy:
 
     @property
     def save_mark(self) -> int:
-        """Return the save mark: a number that grows with every event and every saving."""
+        """Return the save mark: the number of events and of repeated savings so far."""
         return self._save_mark
 
     @property

@@ -133,7 +133,10 @@ class ReuseCandidates:
                 )
 
     def _split_relu(self, readers: list[_Reader]) -> tuple[str | None, list[_Reader]]:
-        """Return the name of a ReLU that could save signs, or None, and the other readers."""
+        """Return the name of a ReLU that could save signs, or None, and the other readers.
+
+        A ReLU saves its own output, so it is the first module that saves this storage.
+        """
         call = self._usable(readers[0], needs_input=False)
         if call is None or not call.is_relu:
             return None, readers

@@ -178,7 +178,7 @@ class CacheClient:
             self._is_closing = True
             self._client.interrupt()
 
-    def _join(self, config: str) -> tuple[Client, messages.Joined]:
+    def _join(self, fingerprint: str) -> tuple[Client, messages.Joined]:
         for _ in range(_MAX_JOINS):
             self._host.ensure(self._answer_seconds)
             client = Client(
@@ -188,7 +188,7 @@ class CacheClient:
                 monitor=True,
             )
             try:
-                client.send(messages.JOIN, msgspec.msgpack.encode(messages.Join(config)))
+                client.send(messages.JOIN, msgspec.msgpack.encode(messages.Join(fingerprint)))
                 message = self._receive_answer(client)
                 if message is not None and message.kind == messages.FAILED:
                     raise error_of(message.decode(messages.Failed))

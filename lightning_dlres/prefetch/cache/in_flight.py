@@ -174,7 +174,8 @@ class PendingFetch:
         """Return true if a batch request waits for a sample of this fetch."""
         if self.request is not None:
             return request is self.request
-        # The storage has tried until its deadline. Another try would double the request's wait.
+        # If this fetch fails, the request fails, too. The storage has tried until its deadline, and
+        # another try would double the request's wait.
         is_needed = np.isin(self.epoch_slots, request.epoch_slots).any()
         return request.epoch is self.epoch and bool(is_needed)
 
@@ -247,9 +248,9 @@ class InflightFetches:
 class PrefetchWindow:
     """Open epochs, and the bytes of the cache space that are promised to their samples.
 
-    The bytes of a sample are promised in two cases. It is in use, or its epoch slot is below the
-    reach and its state is neither DONE nor PINNED. Invariant, if there is a budget: promised bytes
-    never exceed it.
+    The bytes of a sample are promised in two cases. It is in use, or its epoch slot is below
+    `EpochProgress.reach` and its state is neither DONE nor PINNED. Invariant, if there is a budget:
+    promised bytes never exceed it.
 
     Args:
         sizes: int64[samples], in bytes.

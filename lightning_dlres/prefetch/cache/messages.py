@@ -53,7 +53,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_inflight_requests: Maximum number of prefetches in flight to one storage node.
         pinned: Bytes of the pinned tier.
         pinned_directory: Directory for the file of the pinned tier. None: the tier is in memory.
-        share: The user's capacity is `share` times `capacity`; for error messages.
+        share: Number that the user's capacity was divided by to get `capacity`; for error messages.
     """
 
     source: SourceConfig

@@ -95,7 +95,7 @@ def host_config(
         storage_options: Arguments of fsspec's file system behind a URL, such as keys and endpoints:
             a mapping of JSON values, or the path of a JSON file with one. No message shows them.
         classes: Folders that samples may lie in. (): any.
-        share: The user's capacity is `share` times `capacity`; for error messages.
+        share: Number that the user's capacity was divided by to get `capacity`; for error messages.
 
     Raises:
         ConfigError: If an argument is out of its range, or does not fit the source.

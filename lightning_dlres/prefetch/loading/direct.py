@@ -27,7 +27,7 @@ from lightning_dlres.prefetch.storage.source import open_source
 # Initial window: number of batches that are read ahead. More batches would evict each other from
 # the processor's caches. The window doubles each time the caller has to wait for the storage.
 _INITIAL_WINDOW = 2
-# Bytes up to which the maximum window applies, and not the present one.
+# While fewer bytes than this are read ahead, the maximum window applies instead of the present one.
 _SMALL_BYTES = 4 << 20
 # Seconds between two checks for reads that hang.
 _CHECK_SECONDS = 1.0
@@ -135,7 +135,7 @@ class DirectClient:
             self._window = min(2 * self._window, self._max_window)
         while not future.done():
             if not futures.wait([future], timeout=_CHECK_SECONDS).done:
-                # The storage reports reads that hang only in `replies()`.
+                # Reads that hang are reported only by a call of the storage's `replies()`.
                 self._deliver()
         nbytes = self._nbytes.pop(future, 0)
         self._bytes_ahead -= nbytes

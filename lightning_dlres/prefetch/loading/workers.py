@@ -108,9 +108,9 @@ class Collator:
     """Collate function like torch's `default_collate`, but in one thread and in reused memory.
 
     Torch copies large tensors with all of its threads. While other threads read ahead, torch's
-    threads spin and wait for each other many times as long as the copy takes. The page faults of
-    new memory also take several times as long as the copy into it. So the memory of earlier batches
-    is reused for large tensors.
+    threads wait for each other, and that takes many times as long as the copy itself. The page
+    faults of new memory also take several times as long as the copy into it. So the memory of
+    earlier batches is reused for large tensors.
     """
 
     def __init__(self) -> None:

@@ -124,7 +124,7 @@ class InPlaceGradient(torch.autograd.Function):
 
 
 def _random_like(gradient: Tensor) -> Iterator[Tensor]:
-    """Yield random gradients: with one alone, two orders of summation may agree by chance."""
+    """Yield random gradients: for a single one, two orders of summation may agree by chance."""
     generator = torch.Generator(gradient.device).manual_seed(0)
     for _ in range(_RANDOM_CHECKS):
         yield torch.empty_like(gradient).normal_(generator=generator)

@@ -43,6 +43,7 @@ class ReusingForward:
         self.module, self.owner, self.tracker, self.report = module, owner, tracker, report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # `copy.copy` of a module shares this object; the copy must compute with its own weights.
         copy = self.tracker.copy_of(self.module, self)
         match = None
         if copy is None and self.owner is not None:

@@ -344,7 +344,7 @@ def check_fits(largest: int, capacity: int, key: str, share: int = 1) -> None:
         largest: Bytes of the largest sample.
         capacity: Bytes of the cache.
         key: Key of the largest sample.
-        share: The user's capacity is `share` times `capacity`.
+        share: Number that the user's capacity was divided by to get `capacity`.
 
     Raises:
         ConfigError: If the sample does not fit; it names the key.
