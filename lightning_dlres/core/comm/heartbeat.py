@@ -273,7 +273,7 @@ class Hub(WatchEndpoint):
         self._server = server
         # Rank of each TCP connection that has sent a message, by connection id.
         self._rank_by_connection: dict[int, int] = {}
-        # Time at which each other TCP connection was opened, by connection id.
+        # Opening time of each TCP connection that has sent nothing yet, by connection id.
         self._silent_since: dict[int, float] = {}
 
     def handle(self, message: Message, now: float) -> RankFailure | None:

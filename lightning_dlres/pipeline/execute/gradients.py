@@ -61,8 +61,8 @@ class _Bucket:
 
     Attributes:
         stages: Stages that hold the parameters.
-        position: Position in the stage of the first layer with one of the parameters. The bucket is
-            complete when backward has passed this layer.
+        position: Position, within the stage, of the first layer that has one of the parameters. The
+            bucket is complete when backward has passed this layer.
         parameters: Parameters, all of one dtype.
     """
 

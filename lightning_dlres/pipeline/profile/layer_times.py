@@ -212,8 +212,9 @@ class ComputeClock:
 
     On such a CPU a short run may see no pause at all, and a long one several. So each layer is
     measured in processor time, and the result is stretched by the ratio of wall time to processor
-    time of all runs together. Linux pauses a throttled process when it asks for its processor time,
-    that is, between measurements. So `pacing` takes the ratio over many measurements at once.
+    time of all runs together. Linux pauses a throttled process at the system call that reads its
+    processor time. Such pauses fall between two measurements, so `pacing` takes the ratio over many
+    measurements at once.
 
     Args:
         device: Device that computes.

@@ -66,8 +66,8 @@ def overflow_shared(
 ) -> Callable[[], Any]:
     """Return a closure that spreads an overflow on one rank to all ranks.
 
-    After an overflow on any rank, the closure puts an infinite value into a gradient of each other
-    rank. Every rank's scaler then detects an overflow, and all ranks skip the same step.
+    After an overflow on any rank, the closure puts an infinite value into a gradient of every
+    other rank. Every rank's scaler then detects an overflow, and all ranks skip the same step.
 
     Args:
         closure: Closure of the optimizer step, which computes the gradients.

@@ -217,7 +217,7 @@ def _bytes(values: Iterable[int]) -> Bytes:
 
 
 def _sums(values: NDArray[Number]) -> NDArray[Number]:
-    """Return the matrix with the sum over the layers of every segment, of a vector over layers."""
+    """Return a matrix that has, for every segment, the sum of the values of its layers."""
     prefix = np.zeros(len(values) + 1, values.dtype)
     np.cumsum(values, out=prefix[1:])
     return prefix[None, :] - prefix[:, None]

@@ -160,7 +160,7 @@ class MasterProblem:
         return self._solution(integer_program, info.mip_dual_bound)
 
     def bounds(self) -> Matrix:
-        """Return a lower bound of the step of any plan with a given segment, for every segment.
+        """Return for every segment a lower bound of the step of all plans that contain it.
 
         No step is shorter than a weighted mean of the cuts. The dual values of the relaxed program
         are the weights with the largest mean. The mean is a sum over the chosen segments. So its
@@ -175,7 +175,8 @@ class MasterProblem:
         stage, first, stop = self._spans.T
         # Length of every segment in the mean.
         length = (self._weights / self._weights.sum()) @ self._cuts
-        # Shortest path, by (stage, layer): to a stage that starts at the layer, and from there on.
+        # Lengths of shortest paths, by (stage, layer). A path of `before` leads to the start of the
+        # stage at the layer; a path of `after` leads from there to the end.
         before = np.full((stage[-1] + 2, self._layers + 1), np.inf)
         after = before.copy()
         before[0, 0] = after[-1, -1] = 0.0

@@ -3,7 +3,8 @@
 Schedules such as 1F1B compute the loss per micro-batch, and weight the results by samples. This is
 exact only for a mean over samples: not for padded-token means, sums or contrastive losses.
 Therefore the step runs on a real batch both whole and per micro-batch. The loss, its gradient and
-the step's side effects are compared. The functions return the first difference as text, the reason.
+the step's side effects are compared. The functions return the first difference as text: the reason
+why the step must not be computed per micro-batch.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def inexact_schedule_error(reason: str, schedule: str) -> UnsupportedStepError:
 
 
 def _reason_in_whole_run(step: LightningStep) -> str | None:
-    """Return the first effect of a run on the whole batch that it must have only once per batch."""
+    """Return the first effect of a run on the whole batch that must happen once per batch only."""
     effects = step.effects
     return _reason_in_effects(
         sequences=changed_sequences(effects.changed_attributes),
