@@ -74,9 +74,9 @@ def compare_on_unequal_hosts(starters: Starters, settings: Settings) -> Figures:
     """Measure our pipeline, the peer's even split, and the peer with our split, in turns."""
     count = settings.microbatches
     print(f"CPU shares {shown(UNEQUAL)}, {count} micro-batches", flush=True)
-    with starters.on(UNEQUAL) as hosts:
-        plan, seconds_after_planning = planned(hosts, count, settings)
-        swept, threads = sweep(hosts, plan, settings)
+    with starters.on(UNEQUAL) as starter:
+        plan, seconds_after_planning = planned(starter, count, settings)
+        swept, threads = sweep(starter, plan, settings)
     even = Setting("even", even_split(plan), (0, 1), count, threads)
     same = Setting("same", plan.split, plan.ranks, count, threads)
     starts = in_turns(
@@ -126,8 +126,8 @@ def compare_on_equal_hosts(starters: Starters, settings: Settings) -> Figures:
     """Measure our pipeline and the peer's even split on devices of equal speed, in turns."""
     count = settings.microbatches
     print(f"\nCPU shares {shown(EQUAL)}, {count} micro-batches", flush=True)
-    with starters.on(EQUAL) as hosts:
-        plan, seconds_after_planning = planned(hosts, count, settings)
+    with starters.on(EQUAL) as starter:
+        plan, seconds_after_planning = planned(starter, count, settings)
     even = Setting("even", even_split(plan), (0, 1), count, 1)
     starts = in_turns(starters, EQUAL, plan, (even,), settings, settings.pairs)
     step, evens = medians(starts)
@@ -171,19 +171,19 @@ class Starters:
         The starter's imports run before the shares are set, so at full speed.
         """
         set_shares(self._bed, ())
-        hosts = self._shared or self._make()
+        starter = self._shared or self._make()
         set_shares(self._bed, shares)
-        yield hosts
-        if hosts is not self._shared:
-            hosts.close()
+        yield starter
+        if starter is not self._shared:
+            starter.close()
 
     def _make(self) -> RankStarter:
         return RankStarter(self._bed, [OURS, PEER])
 
 
-def planned(hosts: RankStarter, count: int, settings: Settings) -> tuple[Plan, float]:
+def planned(starter: RankStarter, count: int, settings: Settings) -> tuple[Plan, float]:
     """Plan and run a few steps; return the plan, and the median step seconds after planning."""
-    ours = Ours(hosts, 2, settings)
+    ours = Ours(starter, 2, settings)
     plan = ours.start(count, [settings.warmup, 1 + settings.after_planning])
     ours.turn()
     seconds = statistics.median(ours.turn()[1:])
@@ -224,8 +224,8 @@ def in_turns(
     """
     starts = []
     for number in range(count):
-        with starters.on(shares) as hosts:
-            ours, peer = Ours(hosts, 2, settings), Peer(hosts, 2, settings)
+        with starters.on(shares) as starter:
+            ours, peer = Ours(starter, 2, settings), Peer(starter, 2, settings)
             ours.start(settings.microbatches, settings.turns(turns), plan.json)
             for setting in peer_settings:
                 peer.prepare(setting)
@@ -267,13 +267,13 @@ def _alternating(contenders: Sequence[T], number: int) -> Iterable[T]:
     return contenders if number % 2 == 0 else reversed(contenders)
 
 
-def sweep(hosts: RankStarter, plan: Plan, settings: Settings) -> tuple[dict[str, float], int]:
+def sweep(starter: RankStarter, plan: Plan, settings: Settings) -> tuple[dict[str, float], int]:
     """Measure the peer's settings with an even split.
 
     Returns:
         Step seconds by name of the setting, and the number of threads for the comparison.
     """
-    peer, split = Peer(hosts, 2, settings), even_split(plan)
+    peer, split = Peer(starter, 2, settings), even_split(plan)
     peer_settings = [
         Setting(f"{count} micro-batches, {threads} threads", split, (0, 1), count, threads)
         for count, threads in [(settings.microbatches, 1), *settings.swept]

@@ -36,8 +36,8 @@ def main(rpc: RankRpc) -> None:
 
 
 def test_groups_of_ranks_come_and_go(bed: Testbed) -> None:
-    hosts = RankStarter(bed, [__name__])
-    groups = [Ranks(hosts, __name__, 2, timeout=60.0) for _ in range(2)]
+    starter = RankStarter(bed, [__name__])
+    groups = [Ranks(starter, __name__, 2, timeout=60.0) for _ in range(2)]
     first, second = (group.ask({}) for group in groups)
     assert [answer["RANK"] for answer in first] == ["0", "1"]
     assert {answer["WORLD_SIZE"] for answer in first} == {"2"}

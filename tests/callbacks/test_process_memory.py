@@ -27,7 +27,7 @@ def anonymous_bytes() -> int:
     raise AssertionError("no such line")
 
 
-class AtTurn(Callback):
+class GrowthBeforeBackward(Callback):
     """Callback that records the growth of the process between forward and backward."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def test_offloading_to_disk_shrinks_the_process(tmp_path: Path) -> None:
     # 33 MiB each: up to 32 MiB, glibc may reuse memory that earlier tests have freed.
     CASES["large"] = (large_mlp, lambda: torch.randn(135168, 64))
     try:
-        plain, ours = AtTurn(), AtTurn()
+        plain, ours = GrowthBeforeBackward(), GrowthBeforeBackward()
         fit(Wide("large"), loader("large", 2), plain)
         callback = dlres.ActivationOffload(
             budget="1TiB", saved_budget=0.5, disk=tmp_path, actions=["offload"], profile_steps=1

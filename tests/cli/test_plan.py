@@ -66,21 +66,21 @@ def test_a_machine_without_memory_for_a_layer_is_refused(pool: RankPool, tmp_pat
 
 @pytest.mark.exhaustive
 def test_plan_starts_its_ranks(run_script: RunScript, tmp_path: Path) -> None:
-    given = (f"--config={CONFIG}", *TINY, "--out=p.json")
-    made = run_script(Path("plan"), *given, launcher=("-m", "lightning_dlres"), cwd=tmp_path)
-    assert made.returncode == 0, made.output
+    options = (f"--config={CONFIG}", *TINY, "--out=p.json")
+    result = run_script(Path("plan"), *options, launcher=("-m", "lightning_dlres"), cwd=tmp_path)
+    assert result.returncode == 0, result.output
     assert PipelinePlan.load(tmp_path / "p.json").world_size == 2
 
 
 def test_fit_trains_with_a_plan_of_ranks(pool: RankPool, tmp_path: Path) -> None:
-    given = (f"--config={CONFIG}", *TINY)
-    made = pool.run_expecting_errors(run_in, 2, str(tmp_path), "plan", *given, "--out=p.json")
-    assert [outcome.value for outcome in made] == [0, 0], made
+    options = (f"--config={CONFIG}", *TINY)
+    outcomes = pool.run_expecting_errors(run_in, 2, str(tmp_path), "plan", *options, "--out=p.json")
+    assert [outcome.value for outcome in outcomes] == [0, 0], outcomes
     plan = PipelinePlan.load(tmp_path / "p.json")
     assert plan.is_measured
     assert plan.world_size == 2
     with_plan = ("--trainer.strategy.init_args.plan=p.json",)
-    outcomes = pool.run_expecting_errors(run_in, 2, str(tmp_path), "fit", *given, *with_plan)
+    outcomes = pool.run_expecting_errors(run_in, 2, str(tmp_path), "fit", *options, *with_plan)
     assert_trained(outcomes, tmp_path)
     assert "profiling" not in outcomes[0].output
 

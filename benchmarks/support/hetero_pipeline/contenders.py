@@ -111,9 +111,9 @@ class Ours:
     """Ranks that train with `dlres_hetero_pipe`. After each turn, they wait for the next
     order."""
 
-    def __init__(self, hosts: RankStarter, world_size: int, settings: Settings) -> None:
+    def __init__(self, starter: RankStarter, world_size: int, settings: Settings) -> None:
         self._settings = settings
-        self.ranks = Ranks(hosts, OURS, world_size, settings.timeout + _PLAN_SECONDS)
+        self.ranks = Ranks(starter, OURS, world_size, settings.timeout + _PLAN_SECONDS)
         self.losses: list[float] = []
         self._bytes = 0
 
@@ -172,9 +172,9 @@ class Ours:
 class Peer:
     """Ranks that train with torch.distributed.pipelining, under one or more settings."""
 
-    def __init__(self, hosts: RankStarter, world_size: int, settings: Settings) -> None:
+    def __init__(self, starter: RankStarter, world_size: int, settings: Settings) -> None:
         self._settings = settings
-        self.ranks = Ranks(hosts, PEER, world_size, settings.timeout)
+        self.ranks = Ranks(starter, PEER, world_size, settings.timeout)
         self.losses: dict[Setting, list[float]] = {}
 
     def prepare(self, setting: Setting) -> None:

@@ -33,8 +33,8 @@ def matrix(settings: Settings) -> Figures:
     sizes = sorted({len(shares) for shares in SHARES})
     for rate in RATES:
         with Testbed([Host(rate=rate, cpus=core) for core in cores(max(sizes))]) as bed:
-            hosts = RankStarter(bed, [OURS])
-            ours = {size: Ours(hosts, size, settings) for size in sizes}
+            starter = RankStarter(bed, [OURS])
+            ours = {size: Ours(starter, size, settings) for size in sizes}
             for shares in SHARES:
                 set_shares(bed, shares)
                 for count in settings.matrix:

@@ -16,10 +16,10 @@ TOTAL = 40 * ALIGNMENT
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 10 * ALIGNMENT)), max_size=80))
-def test_allocations_never_overlap(orders: list[tuple[bool, int]]) -> None:
+def test_allocations_never_overlap(requests: list[tuple[bool, int]]) -> None:
     pool, taken = FreeList(TOTAL + 7), dict[int, int]()
-    for takes, number in orders:
-        if takes:
+    for allocates, number in requests:
+        if allocates:
             need = max(aligned(number), ALIGNMENT)
             # A slow oracle: one flag per unit of memory.
             used = {byte for o, n in taken.items() for byte in range(o, o + n, ALIGNMENT)}
@@ -45,13 +45,13 @@ def test_allocations_never_overlap(orders: list[tuple[bool, int]]) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 45), st.integers(1, 6)), max_size=40))
-def test_an_offset_is_allocated_only_if_all_bytes_are_free(wishes: list[tuple[int, int]]) -> None:
+def test_an_offset_is_allocated_only_if_all_bytes_are_free(requests: list[tuple[int, int]]) -> None:
     pool, used = FreeList(TOTAL), set[int]()
-    for number, (at, length) in enumerate(wishes):
+    for number, (at, length) in enumerate(requests):
         places = set(range(at, at + length))
         is_free = at + length <= 40 and used.isdisjoint(places)
-        found = pool.allocate_at(at * ALIGNMENT, length * ALIGNMENT)
-        assert found == (at * ALIGNMENT if is_free else None)
+        offset = pool.allocate_at(at * ALIGNMENT, length * ALIGNMENT)
+        assert offset == (at * ALIGNMENT if is_free else None)
         if is_free and number % 3 == 0:
             pool.free(at * ALIGNMENT)
         elif is_free:

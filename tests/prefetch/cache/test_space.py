@@ -209,7 +209,7 @@ def test_samples_in_use_stay_and_others_move_around_them() -> None:
     assert space.end == 50
 
 
-def test_a_gap_before_a_sample_in_use_is_filled_space() -> None:
+def test_a_gap_before_a_sample_in_use_is_filled() -> None:
     space = filled_space(100, [20, 10, 10, 10])
     first = space.use(0, np.array([0], np.uint32))
     space.use(0, np.array([1], np.uint32))

@@ -65,7 +65,7 @@ def split_flat(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return [{"x": x, "y": y} for x, y in zip(xs, batch["y"].split(list(sizes)), strict=True)]
 
 
-class Reads(LightningModule):
+class AnyBatchModel(LightningModule):
     """Model for a batch of any of these kinds, with a layer that returns several tensors."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ COLLATE = {"dict": as_dict, "dataclass": as_dataclass, "named": as_named, "flat"
 def fit(context: RankContext | None, kind: str, schedule: str = "gpipe") -> Any:
     """Train on one kind of batch."""
     seed_everything(3, verbose=False)
-    model = Reads()
+    model = AnyBatchModel()
     options: dict[str, Any] = {"strategy": "auto", "devices": 1}
     if context is not None:
         split = split_flat if kind == "flat" else None

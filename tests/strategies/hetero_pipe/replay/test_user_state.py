@@ -1,6 +1,6 @@
 """State of user code changes once per step and on every rank, wherever user code keeps it.
 
-A profile and a check of the loss run the step before.
+Profiling and the check of the loss run the step beforehand; these runs must not count.
 """
 
 from __future__ import annotations
