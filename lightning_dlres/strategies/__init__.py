@@ -1,19 +1,20 @@
-"""Lightning strategies: thin classes whose hooks call the engine in `pipeline`."""
+"""Lightning strategies: thin classes whose hooks call the engines of other rooms."""
 
 from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_dlres.strategies.compressed_ddp.strategy import CompressedDDPStrategy
 from lightning_dlres.strategies.hetero_pipe.strategy import HeteroPipeStrategy
 
-__all__ = ["HeteroPipeStrategy", "register_strategies"]
+__all__ = ["CompressedDDPStrategy", "HeteroPipeStrategy", "register_strategies"]
 
 
 def register_strategies() -> None:
     """Register the names of the strategies with Lightning's Trainer; safe to call again."""
-    if HeteroPipeStrategy.strategy_name not in StrategyRegistry:
-        StrategyRegistry.register(
-            HeteroPipeStrategy.strategy_name,
-            HeteroPipeStrategy,
-            description="Pipeline and data parallel training over devices of different speed",
-        )
+    for cls, description in (
+        (HeteroPipeStrategy, "Pipeline and data parallel training over devices of different speed"),
+        (CompressedDDPStrategy, "Data parallel training with compressed gradients"),
+    ):
+        if cls.strategy_name not in StrategyRegistry:
+            StrategyRegistry.register(cls.strategy_name, cls, description=description)

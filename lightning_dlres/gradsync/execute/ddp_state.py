@@ -61,6 +61,7 @@ class GradientSyncState:
         check: Called while waiting; raises if a rank is known to have failed.
         keeps_previous: True makes `undo_step` possible, with a second copy of the residuals. Use it
             with a gradient scaler, which skips steps.
+        tracer: Gets a span for each task; None makes one.
 
     Attributes:
         tracer: Spans of all tasks.
@@ -84,6 +85,7 @@ class GradientSyncState:
         timeout: float = 300.0,
         check: Callable[[], None] | None = None,
         keeps_previous: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         self.algorithm = algorithm
         self._codecs = _codecs_of(algorithm, codec_options or {})
@@ -95,7 +97,7 @@ class GradientSyncState:
         self._timeout = finite("timeout", timeout, "timeout=300", above=True)
         self._check = check or _no_check
         self._keeps_previous = keeps_previous
-        self.tracer = Tracer()
+        self.tracer = tracer or Tracer()
         self.loss_scale, self.has_data = 1.0, True
         self._step = 0
         self._names: dict[nn.Parameter, str] = {}
@@ -126,6 +128,11 @@ class GradientSyncState:
                 self._names[parameter] = name
                 self._specs.append(GradientSpec(name=name, count=parameter.numel()))
         self._is_learning = not self._specs
+
+    @property
+    def suits_adam(self) -> bool:
+        """True if the algorithm's gradients may be given to an optimizer like Adam."""
+        return all(codec.suits_adam for codec in self._codecs.values())
 
     @property
     def failure(self) -> BaseException | None:

@@ -1,0 +1,1 @@
+"""`Trainer(strategy="dlres_compressed_ddp")`: data parallel training with compressed gradients."""

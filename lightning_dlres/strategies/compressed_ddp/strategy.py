@@ -1,0 +1,350 @@
+"""Strategy `dlres_compressed_ddp`: data parallel training with compressed gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dlres.core.checks import finite
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.strategies.compressed_ddp.residuals import CHECKPOINT_KEY, gather_states
+from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader
+from lightning_dlres.strategies.connection import Connection, require_script
+
+
+class CompressedDDPStrategy(DDPStrategy):
+    """Data parallel strategy that sends compressed gradients, for slow links between the ranks.
+
+    It is Lightning's `DDPStrategy` with another synchronisation of gradients, on the CPU and on
+    GPUs. What compression leaves out of a gradient is kept as a residual, and sent in later steps.
+    Checkpoints are ordinary ones, which any Trainer can load; they also hold the residuals.
+
+    Ranks may have training loaders of different lengths. A rank whose loader has ended takes part
+    with the weight zero, and the gradients of the others are weighted by their samples.
+
+    Args:
+        algorithm: Name of a gradient codec, "raw" for uncompressed gradients over the same tasks,
+            or "none" for the all-reduce of `DDPStrategy`.
+        codec_options: Keyword arguments of the codec.
+        topology: "ps" (each rank is the parameter server of a part of the gradients) or "ring".
+        coordinator: "always" asks a coordinator on rank 0 when to send each payload; "replay"
+            learns its plan in a step and repeats it; "none" sends payloads as soon as they are
+            ready.
+        min_bytes: Gradients with fewer bytes are not compressed.
+        timeout: Seconds that a rank waits for another.
+        find_unused_parameters: True if a step may leave parameters without a gradient.
+        static_graph: True if every step uses the same parameters in the same way.
+        bucket_cap_mb: Size of DistributedDataParallel's buckets in MiB.
+        process_group_backend: Backend of torch.distributed; None chooses gloo on the CPU, and NCCL
+            beside gloo on GPUs.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Set by the Trainer.
+        precision_plugin: Set by the Trainer.
+
+    Attributes:
+        tracer: Recorder of this rank's tasks as spans.
+
+    Raises:
+        ConfigError: If an argument has a bad value.
+    """
+
+    strategy_name: ClassVar[str] = "dlres_compressed_ddp"
+
+    def __init__(
+        self,
+        *,
+        algorithm: str = "tbq",
+        codec_options: dict[str, Any] | None = None,
+        topology: Literal["ps", "ring"] = "ps",
+        coordinator: Literal["always", "replay", "none"] = "none",
+        min_bytes: int = 16 << 10,
+        timeout: float = 300.0,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        bucket_cap_mb: float | None = None,
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        self._sync_timeout = finite("timeout", timeout, "timeout=300", above=True)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout),
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            bucket_cap_mb=bucket_cap_mb,
+        )
+        self._sync_options: dict[str, Any] = {
+            "algorithm": algorithm,
+            "codec_options": codec_options,
+            "topology": topology,
+            "coordinator": coordinator,
+            "min_bytes": min_bytes,
+            "timeout": timeout,
+        }
+        # Raise errors of the options now, not in the middle of a run.
+        self._state = GradientSyncState(**self._sync_options)
+        self._connection: Connection | None = None
+        self._loaded_states: list[Mapping[str, Any]] = []
+        self._uneven_loaders: list[UnevenLoader] = []
+        # Samples of the current batch, and whether any batch of this optimizer step had data.
+        self._samples, self._step_has_data = 1, False
+
+    @property
+    def sync_state(self) -> GradientSyncState:
+        """State of the synchronisation, of the current or the last run."""
+        return self._state
+
+    @property
+    def tracer(self) -> Tracer:
+        """Recorder of this rank's tasks as spans."""
+        return self._state.tracer
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        require_script(self.cluster_environment, self.num_processes)
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        if self._process_group_backend is None and self.root_device.type == "cuda":
+            # Small messages between the ranks, and those of the mailbox, lie on the CPU.
+            self._process_group_backend = "cpu:gloo,cuda:nccl"
+        super().setup_environment()
+        self._connection = self._connect()
+
+    def _connect(self) -> Connection:
+        assert self.cluster_environment is not None
+        names = [f"rank {rank}" for rank in range(self.world_size)]
+        return Connection(
+            names, self.cluster_environment, self.num_nodes, self._sync_timeout, self.tracer
+        )
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        with self._announcing_failures():
+            super().setup(trainer)
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._warn_about_optimizers()
+
+    def _warn_about_optimizers(self) -> None:
+        if self._state.suits_adam:
+            return
+        names = sorted({type(o).__name__ for o in self.optimizers if _is_adam_like(o)})
+        if names:
+            warnings.warn(
+                f"algorithm={self._state.algorithm!r} may diverge with {' and '.join(names)}: so "
+                "few bits change the ratio of a gradient's mean to its variance. Use "
+                "algorithm='int8', or SGD.",
+                stacklevel=2,
+            )
+
+    @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        assert self._connection is not None
+        state = GradientSyncState(
+            **self._sync_options,
+            check=self._connection.check,
+            keeps_previous=getattr(self.precision_plugin, "scaler", None) is not None,
+            tracer=self.tracer,
+        )
+        state.name_parameters(self.model.module.named_parameters())
+        if self._loaded_states:
+            state.load_state_dicts(self._loaded_states)
+            self._loaded_states = []
+        self._state = state
+        self.model.register_comm_hook(state, compressed_hook)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return a loader of the same length on all ranks, if it is one for training."""
+        loader = super().process_dataloader(dataloader)
+        trainer = self._module.trainer
+        if self.world_size == 1 or not trainer.training:
+            return loader
+        assert self._connection is not None
+        lengths = [int(row[0]) for row in self._connection.gather([_length(loader)])]
+        if len(set(lengths)) == 1 and lengths[0] >= 0:
+            return loader
+        uneven = UnevenLoader(
+            loader,
+            length=None if min(lengths) < 0 else max(lengths),
+            any_rank=self._connection.any_rank,
+            next_batch=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+            name=f"rank {self.global_rank}",
+        )
+        self._uneven_loaders.append(uneven)
+        return uneven
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._uneven_loaders:
+            try:
+                self._samples = extract_batch_size(args[0])
+            except MisconfigurationException:
+                self._samples = 1
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self._state.loss_scale = self._loss_scale()
+        if self._uneven_loaders:
+            closure_loss = closure_loss * self._weight()
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        except Exception as error:
+            failure = self._state.failure
+            if failure is None or failure is error:
+                raise
+            # DistributedDataParallel shows only the type of an error in its hook.
+            raise failure from error
+
+    def _weight(self) -> float:
+        """Return the weight of this rank's loss: its samples over the mean of all ranks."""
+        assert self._connection is not None
+        batch_idx = self._module.trainer.fit_loop.batch_idx
+        has_data = any(loader.has_data(batch_idx) for loader in self._uneven_loaders)
+        self._step_has_data |= has_data
+        self._state.has_data = self._step_has_data
+        samples = float(self._samples if has_data else 0)
+        total = sum(row[0] for row in self._connection.gather([samples]))
+        return samples * self.world_size / total
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Any,
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        before = self._loss_scale()
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._loss_scale() < before:
+            # The gradient scaler has found an overflow on all ranks, and skipped the step.
+            self._state.undo_step()
+        self._step_has_data = False
+        return result
+
+    def _loss_scale(self) -> float:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if "optimizer_states" in checkpoint:
+            states = self._gathered_states()
+            if states is not None:
+                checkpoint[CHECKPOINT_KEY] = states
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _gathered_states(self) -> list[dict[str, Any]] | None:
+        """Return the states of all ranks on rank 0; None elsewhere, or if there are none."""
+        own = self._state.state_dict()
+        if "units" not in own:
+            return [own]
+        if self._module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            # The other ranks may have failed, or may not save a checkpoint.
+            warnings.warn("The checkpoint has no residuals, because the run failed.", stacklevel=2)
+            return None
+        if self._connection is not None:
+            return gather_states(own, self._connection.mailbox)
+        # A script saves a checkpoint after the run.
+        connection = self._connect()
+        try:
+            return gather_states(own, connection.mailbox)
+        finally:
+            connection.close()
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        states = checkpoint.pop(CHECKPOINT_KEY, [])
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._loaded_states = states
+        return checkpoint
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._connection is not None and not isinstance(exception, SIGTERMException):
+            self._connection.announce_failure(exception)
+
+    @contextmanager
+    def _announcing_failures(self) -> Iterator[None]:
+        """Context manager that tells the other ranks of a failure at once."""
+        try:
+            yield
+        except BaseException as error:
+            if self._connection is not None:
+                self._connection.announce_failure(error)
+            raise
+
+    @override
+    def teardown(self) -> None:
+        self._uneven_loaders.clear()
+        connection, self._connection = self._connection, None
+        try:
+            if connection is not None and not connection.failed:
+                self._state.close()
+        finally:
+            if connection is not None:
+                connection.close()
+            super().teardown()
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+
+def _is_adam_like(optimizer: Optimizer) -> bool:
+    """Return True if an optimizer divides gradients by a mean of their squares."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return "betas" in inner.defaults or isinstance(
+        inner, (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
+    )
+
+
+def _length(loader: Any) -> float:
+    """Return the batches of a loader; -1 if it cannot tell."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return -1

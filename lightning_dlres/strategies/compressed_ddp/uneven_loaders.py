@@ -1,0 +1,81 @@
+"""Training loaders of different length on different ranks.
+
+A rank whose loader has ended repeats its last batch, with the weight zero, until the loaders of all
+ranks have ended. Otherwise, the other ranks would wait for its gradients for ever. Lightning's loop
+sees loaders of equal length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning_dlres.core.errors import ConfigError
+
+
+class UnevenLoader:
+    """Loader that yields as many batches as the longest one on any rank.
+
+    Attributes of the rank's own loader are found here, too.
+
+    Args:
+        loader: Loader of this rank.
+        length: Batches of the longest loader, or None if the length on some rank is unknown.
+            Then, the ranks ask each other before each batch.
+        any_rank: Returns True on all ranks if its argument is True on any.
+        next_batch: Returns the number of the next batch in the epoch.
+        name: Name of this rank in errors.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        length: int | None,
+        any_rank: Callable[[bool], bool],
+        next_batch: Callable[[], int],
+        name: str,
+    ) -> None:
+        self._loader, self._length, self._any_rank = loader, length, any_rank
+        self._next_batch, self._name = next_batch, name
+        # Numbers in the epoch of the first batch, and of the first repeated one once it is known.
+        self._first, self._end = 0, float("inf")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the length of the loader on some rank is unknown")
+        return self._length
+
+    def has_data(self, batch_idx: int) -> bool:
+        """Return False if a batch of the current epoch repeats the last one."""
+        return batch_idx < self._end
+
+    def __iter__(self) -> Iterator[Any]:
+        # A run that resumes inside an epoch begins at a later batch.
+        self._first, self._end = self._next_batch(), float("inf")
+        count, last = 0, None
+        for batch in self._loader:
+            count, last = count + 1, batch
+            if self._length is None:
+                self._any_rank(True)
+            yield batch
+        self._end = self._first + count
+        if not count and not self._first:
+            raise ConfigError(
+                f"the training loader must have at least one batch on each rank, got 0 on "
+                f"{self._name}. Give every rank a part of the data."
+            )
+        while self._is_continued(count):
+            count += 1
+            yield last
+
+    def _is_continued(self, count: int) -> bool:
+        """Return True if the loader of some rank has another batch."""
+        if self._length is None:
+            return self._any_rank(False)
+        return count < self._length
