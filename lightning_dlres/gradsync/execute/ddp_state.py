@@ -10,6 +10,7 @@ buckets of that step.
 from __future__ import annotations
 
 import functools
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,6 +70,8 @@ class GradientSyncState:
             power of two. Residuals are kept without it, so they fit any later scale.
         has_data: Set it to False for a backward without samples on this rank, whose gradients are
             zero. The residuals of this rank then stay unchanged.
+        last_ready: Time, from `time.perf_counter`, at which the last gradient of the newest step
+            was ready on this rank.
 
     Raises:
         ConfigError: If an argument has a bad value.
@@ -98,7 +101,7 @@ class GradientSyncState:
         self._check = check or _no_check
         self._keeps_previous = keeps_previous
         self.tracer = tracer or Tracer()
-        self.loss_scale, self.has_data = 1.0, True
+        self.loss_scale, self.has_data, self.last_ready = 1.0, True, 0.0
         self._step = 0
         self._names: dict[nn.Parameter, str] = {}
         self._specs: list[GradientSpec] = []
@@ -160,6 +163,7 @@ class GradientSyncState:
         world_size, step = dist.get_world_size(), self._step
         is_learning = self._is_learning
         if bucket.is_last():
+            self.last_ready = time.perf_counter()
             self._step += 1
             self._is_learning = False
         if world_size == 1 or self.algorithm == NONE or is_learning:

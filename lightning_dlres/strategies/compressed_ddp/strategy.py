@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,9 +24,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dlres.core.checks import finite
+from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance
 from lightning_dlres.strategies.compressed_ddp.residuals import CHECKPOINT_KEY, gather_states
 from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader
 from lightning_dlres.strategies.connection import Connection, require_script
@@ -50,6 +53,9 @@ class CompressedDDPStrategy(DDPStrategy):
             learns its plan in a step and repeats it; "none" sends payloads as soon as they are
             ready.
         min_bytes: Gradients with fewer bytes are not compressed.
+        share_samples: "equal" gives each rank as many samples of a batch as the others. "speed"
+            measures the ranks, and gives faster ones more samples; a list of one number per rank
+            sets the shares. A global batch has as many samples as with equal shares.
         timeout: Seconds that a rank waits for another.
         find_unused_parameters: True if a step may leave parameters without a gradient.
         static_graph: True if every step uses the same parameters in the same way.
@@ -79,6 +85,7 @@ class CompressedDDPStrategy(DDPStrategy):
         topology: Literal["ps", "ring"] = "ps",
         coordinator: Literal["always", "replay", "none"] = "none",
         min_bytes: int = 16 << 10,
+        share_samples: Literal["equal", "speed"] | list[float] = "equal",
         timeout: float = 300.0,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
@@ -113,11 +120,14 @@ class CompressedDDPStrategy(DDPStrategy):
         }
         # Raise errors of the options now, not in the middle of a run.
         self._state = GradientSyncState(**self._sync_options)
+        self._share_samples = _checked_shares(share_samples)
+        self._balance: SpeedBalance | None = None
         self._connection: Connection | None = None
         self._loaded_states: list[Mapping[str, Any]] = []
         self._uneven_loaders: list[UnevenLoader] = []
         # Samples of the current batch, and whether any batch of this optimizer step had data.
         self._samples, self._step_has_data = 1, False
+        self._step_started = 0.0
 
     @property
     def sync_state(self) -> GradientSyncState:
@@ -140,6 +150,10 @@ class CompressedDDPStrategy(DDPStrategy):
         if self._process_group_backend is None and self.root_device.type == "cuda":
             # Small messages between the ranks, and those of the mailbox, lie on the CPU.
             self._process_group_backend = "cpu:gloo,cuda:nccl"
+        shares = self._share_samples
+        if isinstance(shares, list) and len(shares) != self.world_size:
+            rule = f"one number per rank ({self.world_size})"
+            raise ConfigError(got_expected("share_samples", shares, rule, "share_samples='speed'"))
         super().setup_environment()
         self._connection = self._connect()
 
@@ -172,6 +186,11 @@ class CompressedDDPStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         super().configure_ddp()
+        self._balance = None
+        if self._share_samples != "equal" and self.world_size > 1:
+            is_measured = self._share_samples == "speed"
+            shares = [1.0] * self.world_size if is_measured else self._share_samples
+            self._balance = SpeedBalance(shares, is_measured=is_measured)  # type: ignore[arg-type]
         assert isinstance(self.model, DistributedDataParallel)
         assert self._connection is not None
         state = GradientSyncState(
@@ -195,8 +214,13 @@ class CompressedDDPStrategy(DDPStrategy):
         if self.world_size == 1 or not trainer.training:
             return loader
         assert self._connection is not None
+        if any(loader.has_begun for loader in self._uneven_loaders):
+            # Lightning loads new loaders in the place of these.
+            self._uneven_loaders.clear()
+        if self._balance is not None:
+            loader = self._balance.share(loader, self._connection)
         lengths = [int(row[0]) for row in self._connection.gather([_length(loader)])]
-        if len(set(lengths)) == 1 and lengths[0] >= 0:
+        if self._balance is None and len(set(lengths)) == 1 and lengths[0] >= 0:
             return loader
         uneven = UnevenLoader(
             loader,
@@ -215,6 +239,7 @@ class CompressedDDPStrategy(DDPStrategy):
                 self._samples = extract_batch_size(args[0])
             except MisconfigurationException:
                 self._samples = 1
+        self._step_started = time.perf_counter()
         return super().training_step(*args, **kwargs)
 
     @override
@@ -240,6 +265,10 @@ class CompressedDDPStrategy(DDPStrategy):
         has_data = any(loader.has_data(batch_idx) for loader in self._uneven_loaders)
         self._step_has_data |= has_data
         self._state.has_data = self._step_has_data
+        if self._balance is not None:
+            # All ranks know the division of a batch. Asking would make the fast ones wait here.
+            batch = batch_idx - self._uneven_loaders[0].first_batch
+            return self._balance.weight(batch, self.global_rank)
         samples = float(self._samples if has_data else 0)
         total = sum(row[0] for row in self._connection.gather([samples]))
         return samples * self.world_size / total
@@ -254,11 +283,23 @@ class CompressedDDPStrategy(DDPStrategy):
     ) -> Any:
         before = self._loss_scale()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._balance is not None:
+            self._rebalance(self._balance)
         if self._loss_scale() < before:
             # The gradient scaler has found an overflow on all ranks, and skipped the step.
             self._state.undo_step()
         self._step_has_data = False
         return result
+
+    def _rebalance(self, balance: SpeedBalance) -> None:
+        """Record the time of a step; share samples out anew from time to time."""
+        assert self._connection is not None
+        loader = self._uneven_loaders[0]
+        batch_idx = self._module.trainer.fit_loop.batch_idx
+        if loader.has_data(batch_idx):
+            seconds = self._state.last_ready - self._step_started
+            balance.record(seconds / self._samples)
+        balance.update(batch_idx - loader.first_batch, self._connection)
 
     def _loss_scale(self) -> float:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -340,6 +381,19 @@ def _is_adam_like(optimizer: Optimizer) -> bool:
     return "betas" in inner.defaults or isinstance(
         inner, (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
     )
+
+
+def _checked_shares(shares: object) -> str | list[float]:
+    if shares in ("equal", "speed"):
+        return str(shares)
+    if shares and isinstance(shares, list) and all(_is_positive(share) for share in shares):
+        return [float(share) for share in shares]
+    rule = "'equal', 'speed' or a list of positive numbers"
+    raise ConfigError(got_expected("share_samples", shares, rule, "share_samples='speed'"))
+
+
+def _is_positive(share: object) -> bool:
+    return isinstance(share, (int, float)) and 0 < share < float("inf")
 
 
 def _length(loader: Any) -> float:

@@ -25,6 +25,10 @@ class UnevenLoader:
         any_rank: Returns True on all ranks if its argument is True on any.
         next_batch: Returns the number of the next batch in the epoch.
         name: Name of this rank in errors.
+
+    Attributes:
+        first_batch: Number in the epoch of the loader's first batch.
+        has_begun: True once the loader was iterated over.
     """
 
     def __init__(
@@ -38,8 +42,9 @@ class UnevenLoader:
     ) -> None:
         self._loader, self._length, self._any_rank = loader, length, any_rank
         self._next_batch, self._name = next_batch, name
-        # Numbers in the epoch of the first batch, and of the first repeated one once it is known.
-        self._first, self._end = 0, float("inf")
+        # Number in the epoch of the first repeated batch, once it is known.
+        self._end = float("inf")
+        self.first_batch, self.has_begun = 0, False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_loader":
@@ -57,15 +62,16 @@ class UnevenLoader:
 
     def __iter__(self) -> Iterator[Any]:
         # A run that resumes inside an epoch begins at a later batch.
-        self._first, self._end = self._next_batch(), float("inf")
+        self.first_batch, self._end = self._next_batch(), float("inf")
+        self.has_begun = True
         count, last = 0, None
         for batch in self._loader:
             count, last = count + 1, batch
             if self._length is None:
                 self._any_rank(True)
             yield batch
-        self._end = self._first + count
-        if not count and not self._first:
+        self._end = self.first_batch + count
+        if not count and not self.first_batch:
             raise ConfigError(
                 f"the training loader must have at least one batch on each rank, got 0 on "
                 f"{self._name}. Give every rank a part of the data."

@@ -1,0 +1,92 @@
+"""Shares of samples that follow the measured speed of the ranks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_dlres.strategies.compressed_ddp.balanced_loaders import (
+    BalancedBatchSampler,
+    SampleShares,
+    balanced_loader,
+)
+from lightning_dlres.strategies.connection import Connection
+
+# Steps before the first ones that count. DistributedDataParallel and kernels are slow in them.
+_WARM_UP_STEPS = 3
+# Steps over which the first shares are measured. Each later measurement takes twice as many, since
+# shares that are nearly right need little change.
+_FIRST_STEPS = 8
+# Largest number of steps of a measurement, so that shares still follow a host that slows down.
+_MOST_STEPS = 256
+# Batches that Lightning and the loader may have drawn beside those of worker processes.
+_DRAWN_BATCHES = 3
+
+
+class SpeedBalance:
+    """Shares of samples, given or measured.
+
+    Args:
+        shares: First share of each rank.
+        is_measured: True if the shares follow the measured seconds per sample.
+    """
+
+    def __init__(self, shares: Sequence[float], *, is_measured: bool) -> None:
+        self.shares = SampleShares(shares)
+        self._is_measured = is_measured
+        self._seconds: list[float] = []
+        self._steps, self._next_update = 0, _WARM_UP_STEPS + _FIRST_STEPS
+        self._measured_steps = _FIRST_STEPS
+        # Batches of any rank that may be drawn already.
+        self._drawn = _DRAWN_BATCHES
+        self._sampler: BalancedBatchSampler | None = None
+
+    def share(self, loader: object, connection: Connection) -> DataLoader[Any]:
+        """Return a loader with this rank's part of each global batch of Lightning's DataLoader.
+
+        Raises:
+            ConfigError: If the samples of the loader cannot be shared out.
+        """
+        balanced = balanced_loader(loader, self.shares, connection.rank, connection.world_size)
+        drawn = _DRAWN_BATCHES + balanced.num_workers * (balanced.prefetch_factor or 0)
+        self._drawn = int(max(row[0] for row in connection.gather([float(drawn)])))
+        assert isinstance(balanced.batch_sampler, BalancedBatchSampler)
+        self._sampler = balanced.batch_sampler
+        return balanced
+
+    def weight(self, batch: int, rank: int) -> float:
+        """Return a rank's samples of a batch over the mean of all ranks.
+
+        Args:
+            batch: Number of the batch since the loader's iterator was made.
+            rank: The rank.
+        """
+        assert self._sampler is not None
+        counts = self._sampler.counts(batch)
+        return counts[rank] * len(counts) / sum(counts)
+
+    def record(self, seconds_per_sample: float) -> None:
+        """Record the seconds of computation for a sample in one step of this rank."""
+        self._seconds.append(seconds_per_sample)
+
+    def update(self, batch: int, connection: Connection) -> None:
+        """Count a step; change the shares if enough steps were measured. Called by all ranks.
+
+        Args:
+            batch: Number of the step's batch since the loader's iterator was made.
+            connection: Connection to the other ranks.
+        """
+        self._steps += 1
+        if not self._is_measured or self._steps < self._next_update:
+            return
+        seconds = statistics.median(self._seconds[-self._measured_steps :] or [0.0])
+        self._seconds.clear()
+        measured = [row[0] for row in connection.gather([seconds])]
+        if min(measured) > 0:
+            self.shares.change(batch + self._drawn, [1 / seconds for seconds in measured])
+        self._measured_steps = min(2 * self._measured_steps, _MOST_STEPS)
+        # The new shares apply only after the batches that are drawn already.
+        self._next_update = self._steps + self._drawn + self._measured_steps
