@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dlres.pipeline.execute.partition import Owners
@@ -61,28 +61,46 @@ def loss_scale(precision: Precision) -> float:
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
 
+@contextmanager
 def overflow_shared(
-    closure: Callable[[], Any], parameters: Sequence[nn.Parameter], any_rank: AnyRank
-) -> Callable[[], Any]:
-    """Return a closure that spreads an overflow on one rank to all ranks.
+    optimizer: Optimizer, closure: Callable[[], Any], any_rank: AnyRank
+) -> Iterator[Callable[[], Any]]:
+    """Context manager that yields a closure, which spreads an overflow on one rank to all ranks.
 
-    After an overflow on any rank, the closure puts an infinite value into a gradient of every
-    other rank. Every rank's scaler then detects an overflow, and all ranks skip the same step.
+    After an overflow on any rank, the closure substitutes an infinite gradient for one gradient of
+    every other rank. Every rank's scaler then detects an overflow, and all ranks skip the same
+    step. The substitute is removed before the optimizer steps, and at exit.
 
     Args:
+        optimizer: Optimizer, which steps within the context.
         closure: Closure of the optimizer step, which computes the gradients.
-        parameters: Parameters of the optimizer.
         any_rank: Returns True on all ranks if its argument is True on any.
     """
+    originals: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def substitute_gradient(parameters: Sequence[nn.Parameter], value: float) -> None:
+        # A new tensor, since a gradient may have any memory format. The smallest costs least.
+        parameter = min(parameters, key=nn.Parameter.numel)
+        originals.append((parameter, parameter.grad))
+        parameter.grad = torch.full_like(parameter, value, requires_grad=False)
+
+    def restore_gradient(*_: Any) -> None:
+        while originals:
+            parameter, gradient = originals.pop()
+            parameter.grad = gradient
 
     def closure_with_shared_overflow() -> Any:
         result = closure()
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        overflow = any(not bool(torch.isfinite(g).all()) for g in gradients)
-        if any_rank(overflow) and not overflow:
-            for gradient in gradients:
-                gradient.view(-1)[:1] = math.inf
-                break
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        with_gradient = [p for p in parameters if p.grad is not None and p.numel()]
+        overflow = any(not bool(torch.isfinite(p.grad).all()) for p in with_gradient)
+        if any_rank(overflow) and not overflow and with_gradient:
+            substitute_gradient(with_gradient, math.inf)
         return result
 
-    return closure_with_shared_overflow
+    hook = optimizer.register_step_pre_hook(restore_gradient)
+    try:
+        yield closure_with_shared_overflow
+    finally:
+        hook.remove()
+        restore_gradient()

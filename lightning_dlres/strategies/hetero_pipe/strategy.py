@@ -371,8 +371,8 @@ class HeteroPipeStrategy(ConnectedStrategy):
         self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
     ) -> Any:
         if getattr(self.precision_plugin, "scaler", None) is not None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            closure = overflow_shared(closure, parameters, self._connected.any_rank)
+            with overflow_shared(optimizer, closure, self._connected.any_rank) as closure:
+                return super().optimizer_step(optimizer, closure, model, **kwargs)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override

@@ -9,10 +9,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from lightning_dlres import ConfigError, HeteroPipeStrategy, PipelinePlan
+from lightning_dlres.strategies.hetero_pipe.precision import overflow_shared
 from tests.support.models import QUIET, Task, loaders
 from tests.support.parity import Case, assert_same_training, relative, run_case, train_on_rank
 from tests.support.rank_pool import RankContext, RankPool
@@ -81,6 +82,33 @@ def test_an_overflow_in_one_stage_skips_the_step_on_all(pool: RankPool, paramete
 
 def _plainly(context: RankContext, parameter: str) -> Any:
     return fit_16_mixed(None, 1, parameter)
+
+
+@pytest.mark.parametrize("gradient", ["channels_last", "scalar"])
+def test_an_overflow_of_another_rank_reaches_gradients_of_any_layout(gradient: str) -> None:
+    parameter = nn.Parameter(torch.ones(() if gradient == "scalar" else (2, 3, 4, 5)))
+    parameter.grad = {
+        "channels_last": torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "scalar": torch.tensor(1.0),
+    }[gradient]
+    assert_step_skipped([nn.Parameter(torch.ones(0)), parameter])
+
+
+def assert_step_skipped(parameters: list[nn.Parameter]) -> None:
+    """Check that a step is skipped on a rank with these parameters after an overflow elsewhere."""
+    weights = [p.detach().clone() for p in parameters]
+    gradients = [p.grad for p in parameters]
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))  # creates the scale
+    with overflow_shared(optimizer, lambda: "loss", lambda _: True) as closure:
+        assert closure() == "loss"
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0
+    for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
+        assert torch.equal(parameter, weight)
+        assert parameter.grad is gradient
 
 
 def test_a_stage_without_trainable_parameters_is_refused_with_a_scaler(pool: RankPool) -> None:
