@@ -93,7 +93,7 @@ def overflow_shared(
         result = closure()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         with_gradient = [p for p in parameters if p.grad is not None and p.numel()]
-        overflow = any(not bool(torch.isfinite(p.grad).all()) for p in with_gradient)
+        overflow = any(_has_overflow(p.grad) for p in with_gradient)
         if any_rank(overflow) and not overflow and with_gradient:
             substitute_gradient(with_gradient, math.inf)
         return result
@@ -104,3 +104,12 @@ def overflow_shared(
     finally:
         hook.remove()
         restore_gradient()
+
+
+def _has_overflow(gradient: Tensor) -> bool:
+    """Return True if the gradient has an infinite value or a NaN."""
+    if gradient.is_sparse:
+        # A float16 sum of values with the same index may overflow, and the scaler checks the sum.
+        summed = gradient.coalesce() if gradient.dtype == torch.float16 else gradient
+        gradient = summed._values()
+    return not bool(torch.isfinite(gradient).all())

@@ -3,6 +3,7 @@ single device."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -92,6 +93,33 @@ def test_an_overflow_of_another_rank_reaches_gradients_of_any_layout(gradient: s
         "scalar": torch.tensor(1.0),
     }[gradient]
     assert_step_skipped([nn.Parameter(torch.ones(0)), parameter])
+
+
+@pytest.mark.parametrize("indices", [[[0, 2, 2]], [[]]], ids=["repeated", "empty"])
+def test_an_overflow_of_another_rank_reaches_sparse_gradients(indices: list[list[int]]) -> None:
+    parameter = nn.Parameter(torch.ones(5, 3))
+    values = torch.ones(len(indices[0]), 3)
+    parameter.grad = torch.sparse_coo_tensor(
+        torch.tensor(indices).long(), values, (5, 3), check_invariants=True
+    )
+    assert_step_skipped([parameter])
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(math.inf, torch.float32), (math.nan, torch.float32), (4e4, torch.float16)]
+)
+def test_an_overflow_in_a_sparse_gradient_is_shared(value: float, dtype: torch.dtype) -> None:
+    # The float16 values are finite, but their sum is not.
+    parameter = nn.Parameter(torch.ones(5, 3, dtype=dtype))
+    values = torch.full((2, 3), value, dtype=dtype)
+    parameter.grad = torch.sparse_coo_tensor(
+        torch.tensor([[2, 2]]), values, (5, 3), check_invariants=True
+    )
+    shared = []
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    with overflow_shared(optimizer, lambda: None, lambda flag: not shared.append(flag)) as closure:
+        closure()
+    assert shared == [True]
 
 
 def assert_step_skipped(parameters: list[nn.Parameter]) -> None:
