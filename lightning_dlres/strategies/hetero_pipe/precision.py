@@ -67,9 +67,11 @@ def overflow_shared(
 ) -> Iterator[Callable[[], Any]]:
     """Context manager that yields a closure, which spreads an overflow on one rank to all ranks.
 
-    After an overflow on any rank, the closure substitutes an infinite gradient for one gradient of
-    every other rank. Every rank's scaler then detects an overflow, and all ranks skip the same
-    step. The substitute is removed before the optimizer steps, and at exit.
+    After an overflow on any rank, the closure gives one parameter of every other rank an infinite
+    gradient. Every rank's scaler then detects an overflow, and all ranks skip the same step.
+    Without an overflow, a rank that has no gradient in this step gets a zero gradient: torch's
+    scaler refuses a step for which it has checked no gradient, and only this rank would fail. The
+    original gradient is restored before the optimizer steps, and at exit.
 
     Args:
         optimizer: Optimizer, which steps within the context.
@@ -79,8 +81,9 @@ def overflow_shared(
     originals: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def substitute_gradient(parameters: Sequence[nn.Parameter], value: float) -> None:
-        # A new tensor, since a gradient may have any memory format. The smallest costs least.
-        parameter = min(parameters, key=nn.Parameter.numel)
+        # A new tensor, since a gradient may have any memory format. The smallest costs least. A
+        # stage whose parameters were all frozen during the run has only frozen ones.
+        parameter = min(parameters, key=lambda p: (not p.requires_grad, p.numel()))
         originals.append((parameter, parameter.grad))
         parameter.grad = torch.full_like(parameter, value, requires_grad=False)
 
@@ -92,10 +95,13 @@ def overflow_shared(
     def closure_with_shared_overflow() -> Any:
         result = closure()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        with_gradient = [p for p in parameters if p.grad is not None and p.numel()]
-        overflow = any(_has_overflow(p.grad) for p in with_gradient)
-        if any_rank(overflow) and not overflow and with_gradient:
-            substitute_gradient(with_gradient, math.inf)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        overflow = any(_has_overflow(gradient) for gradient in gradients)
+        # Parameters of other stages are on the meta device.
+        own = [p for p in parameters if _has_infinity(p) and p.numel() and not p.is_meta]
+        overflow_elsewhere = any_rank(overflow) and not overflow
+        if own and (overflow_elsewhere or not gradients):
+            substitute_gradient(own, math.inf if overflow_elsewhere else 0.0)
         return result
 
     hook = optimizer.register_step_pre_hook(restore_gradient)
@@ -104,6 +110,11 @@ def overflow_shared(
     finally:
         hook.remove()
         restore_gradient()
+
+
+def _has_infinity(tensor: Tensor) -> bool:
+    """Return True if the dtype has an infinite value; that of frozen integers has none."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _has_overflow(gradient: Tensor) -> bool:

@@ -4,6 +4,7 @@ single device."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,16 +22,23 @@ from tests.support.rank_pool import RankContext, RankPool
 
 
 class PlantOverflow(Callback):
-    """Callback that makes a parameter's gradient infinite in one step, on the rank with it."""
+    """Callback that makes a parameter's gradient infinite in one step, on the rank with it.
 
-    def __init__(self, parameter: str, step: int) -> None:
-        self.parameter, self.step, self.scales = parameter, step, []
+    In the steps `unused`, it removes the gradients of the first layer.
+    """
+
+    def __init__(self, parameter: str, step: int, unused: Sequence[int]) -> None:
+        self.parameter, self.step, self.unused, self.scales = parameter, step, unused, []
         self.before: list[dict[str, Tensor]] = []
 
     def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
         gradient = dict(module.named_parameters())[self.parameter].grad
         if trainer.fit_loop.total_batch_idx == self.step and gradient is not None:
             gradient.view(-1)[0] = float("inf")
+        if trainer.fit_loop.total_batch_idx in self.unused:
+            for name, unused in module.named_parameters():
+                if name.startswith("net.0.") and not unused.is_meta:
+                    unused.grad = None
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         self.scales.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
@@ -39,7 +47,11 @@ class PlantOverflow(Callback):
 
 
 def fit_16_mixed(
-    context: RankContext | None, stages: int, parameter: str, frozen: bool = False
+    context: RankContext | None,
+    stages: int,
+    parameter: str,
+    frozen: bool = False,
+    unused: Sequence[int] = (),
 ) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
     """Train with a gradient scaler on the CPU, and an overflow in step 2."""
     seed_everything(3, verbose=False)
@@ -47,7 +59,7 @@ def fit_16_mixed(
     if frozen:
         task.net[0].requires_grad_(False)
     train, _ = loaders(task, 40, 8, False, 0, torch.float32)
-    plant = PlantOverflow(parameter, 2)
+    plant = PlantOverflow(parameter, 2, unused)
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     plan = PipelinePlan(replicas=(tuple(range(stages)),), split=(2, 6) if stages == 2 else (8,))
     trainer = Trainer(
@@ -81,8 +93,23 @@ def test_an_overflow_in_one_stage_skips_the_step_on_all(pool: RankPool, paramete
             assert relative(value, expected[2][name]) < 2e-3, name
 
 
-def _plainly(context: RankContext, parameter: str) -> Any:
-    return fit_16_mixed(None, 1, parameter)
+def _plainly(context: RankContext, parameter: str, unused: Sequence[int] = ()) -> Any:
+    return fit_16_mixed(None, 1, parameter, unused=unused)
+
+
+def test_a_stage_without_gradients_in_a_step_steps_as_on_a_single_device(pool: RankPool) -> None:
+    unused = (1, 2)  # the overflow is in step 2
+    results = pool.run(fit_16_mixed, 2, 2, "net.7.bias", False, unused)
+    (expected,) = pool.run(_plainly, 1, "net.7.bias", unused)
+    for scales, weights, final in results:
+        assert scales == expected[0]
+        assert scales[2] < scales[1], "the scaler backed off"
+        for step in unused:
+            for name, value in weights[step].items():
+                moved = step == 1 and not name.startswith("net.0.")
+                assert torch.equal(value, weights[step - 1][name]) != moved, name
+        for name, value in final.items():
+            assert relative(value, expected[2][name]) < 2e-3, name
 
 
 @pytest.mark.parametrize("gradient", ["channels_last", "scalar"])
@@ -93,6 +120,14 @@ def test_an_overflow_of_another_rank_reaches_gradients_of_any_layout(gradient: s
         "scalar": torch.tensor(1.0),
     }[gradient]
     assert_step_skipped([nn.Parameter(torch.ones(0)), parameter])
+
+
+def test_a_rank_without_gradients_skips_a_step_after_an_overflow_elsewhere() -> None:
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    integers = nn.Parameter(torch.ones(1, dtype=torch.int8), requires_grad=False)
+    remote = nn.Parameter(torch.ones(1, device="meta"))
+    assert_step_skipped([integers, remote, frozen])
+    assert_step_skipped([integers, remote, frozen, nn.Parameter(torch.ones(3))])
 
 
 @pytest.mark.parametrize("indices", [[[0, 2, 2]], [[]]], ids=["repeated", "empty"])
@@ -135,7 +170,7 @@ def assert_step_skipped(parameters: list[nn.Parameter]) -> None:
         scaler.update()
     assert scaler.get_scale() == 2.0
     for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
-        assert torch.equal(parameter, weight)
+        assert parameter.is_meta or torch.equal(parameter, weight)
         assert parameter.grad is gradient
 
 
