@@ -5,6 +5,7 @@ NAME.key holds the public key. NAME.key_secret holds both keys.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def check_key(name: str, key: bytes) -> None:
 def create_keys(directory: Path, name: str) -> tuple[Path, Path]:
     """Write a new pair and return the paths of the public and of the secret file.
 
+    Only the user can read and write the secret file, from its creation on.
+
     Raises:
         ConfigError: If the name cannot be part of a path, one of the files exists, or the
             directory cannot be written to.
@@ -78,8 +81,9 @@ def create_keys(directory: Path, name: str) -> tuple[Path, Path]:
             raise ConfigError(f"name must be new, got {name!r}: {path} exists. Use another name.")
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        # pyzmq would create the file with the umask's mode, but keeps the mode of an existing one.
+        os.close(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         zmq.auth.create_certificates(directory, name)
-        secret.chmod(0o600)
     except OSError as error:
         raise ConfigError(
             f"directory must be writable, got {directory}: {error.strerror}. Use another directory."

@@ -12,10 +12,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import zmq.auth
 
 from lightning_dlres.core.errors import ConfigError, PeerTimeoutError, StorageError
 from lightning_dlres.core.wire.endpoint import Client
@@ -413,6 +415,21 @@ def test_nodes_with_keys_admit_only_allowed_clients(
         with pytest.raises(ConfigError, match=f"{path}: .*must be 40 bytes") as error:
             load_keys(path) if path == secret else load_public_key(path)
         assert keys.secret.decode() not in str(error.value)
+
+
+def test_a_secret_key_file_is_private_before_it_holds_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, modes = zmq.auth.create_certificates, []
+
+    def record_mode(directory: Path, name: str) -> Any:
+        modes.append((directory / f"{name}.key_secret").stat().st_mode & 0o777)
+        return create(directory, name)
+
+    monkeypatch.setattr(zmq.auth, "create_certificates", record_mode)
+    _, secret = create_keys(tmp_path, "node")
+    assert [*modes, secret.stat().st_mode & 0o777] == [0o600, 0o600]
+    assert load_keys(secret)
 
 
 def test_bad_arguments_of_a_node_are_refused(folder: Path) -> None:
