@@ -46,7 +46,7 @@ _MAX_SHAPES = 64
 _MAX_VERIFIED_STEPS = 3
 # Largest number of steps that are measured again because another thread used the profiler.
 _MAX_BUSY_STEPS = 3
-# Number of the latest steps in which more than half must be measured for a warning to the user.
+# Number of latest steps that are looked at. If more than half were measured, the user is warned.
 _WINDOW = 50
 
 

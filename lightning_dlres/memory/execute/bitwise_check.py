@@ -1,6 +1,7 @@
 """Bitwise comparison of patched modules with unpatched ones, before a patch is used for training.
 
-For one step the original result is used, and the patched result is only compared with it.
+In a step with this check, training uses the original result. The patched result is only compared
+with it.
 """
 
 from __future__ import annotations

@@ -48,8 +48,9 @@ class SavedTensors:
         # Number of storages that the present step has saved.
         self._count = 0
         self._storages = SeenStorages()
-        # Tensors that backward got over memory with other holders, by storage key. Without this
-        # second reference autograd could take such a tensor for a gradient, and write to it.
+        # Tensors that were handed to backward although code outside of the engine holds their
+        # memory, too; by storage key. Without this second reference autograd could take such a
+        # tensor for a gradient, and write to it.
         self._shared: dict[int, Tensor] = {}
         # Autograd runs backward of several devices in several threads.
         self._lock = threading.RLock()
@@ -202,8 +203,8 @@ class _UnmanagedTensor:
     """Handle of a saved tensor that the engine leaves alone.
 
     Attributes:
-        alias: The tensor, with its version counter. It is an alias, since an output's node would
-            hold itself, and never be freed.
+        alias: Alias of the tensor, with its version counter. A node that saves its own output
+            would hold the tensor, which holds the node: the two would never be freed.
         version: Version of the tensor when it was saved.
     """
 

@@ -387,8 +387,8 @@ class SavedTensor:
         self.alias: Tensor | None = None
         self.view: View | None = None
         if saved_storage.is_original:
-            # Hold an alias instead of the tensor: the node of an output would form a reference
-            # cycle, and never be freed.
+            # Hold an alias instead of the tensor. A node that saves its own output would hold the
+            # tensor, which holds the node: the two would never be freed.
             self.alias = tensor.detach()
         else:
             self.view = view_of(tensor, shift)

@@ -35,7 +35,7 @@ from lightning_dlres.memory.profile.step_profile import (
     StepProfile,
 )
 
-# Most violated limits that become rows in one round.
+# Maximum number of violated limits that become rows in one round; the worst violations come first.
 _MAX_NEW_ROWS = 8
 # Relative gap to the optimum at which the solver stops.
 _GAP = 1e-6
@@ -107,7 +107,7 @@ def seconds_of(
 
 
 def excludes(region: Region, reuse: Reuse) -> bool:
-    """Return whether a reuse is impossible since a region runs again.
+    """Return whether a reuse is impossible if a region runs again.
 
     This is so if the reuse concerns one of the region's storages or modules.
     """
@@ -445,5 +445,5 @@ class _Load:
     def add(self, first: int, last: int, nbytes: int) -> None:
         """Add bytes in intervals `first` to `last`, both included."""
         self.held[first : last + 1] += nbytes
-        # They are resident at the event before an interval, but not at the one after it.
+        # Interval i follows event i - 1, at which the bytes are resident already.
         self.resident[first - 1 : last] += nbytes

@@ -113,7 +113,7 @@ class _Step:
             self._at[storage.saved] = (number, True)
             for use in storage.uses:
                 self._at[use] = (number, False)
-        # Event at which each recomputed storage's region runs again; -1: it has.
+        # Event at which each recomputed storage's region runs again; -1 once it has run.
         self._recomputed_at: dict[int, int] = {}
         self._base = list(profile.base)
         # Seconds of recomputation and of reuse, by event.

@@ -42,7 +42,7 @@ _DPI = 110
 _FONT_SIZES = (8.0, 7.0, 6.0, 5.0)
 # Margins and the space between panels, in inches.
 _RIGHT, _TOP, _BOTTOM, _BETWEEN = 0.6, 0.75, 0.55, 0.5
-# Units of the time axis: shortest chart with the unit in seconds, name, and units in a second.
+# Units of the time axis: seconds of the shortest chart that uses the unit, name, units per second.
 _UNITS = ((10.0, "s", 1.0), (10e-3, "ms", 1e3), (0.0, "µs", 1e6))
 
 
@@ -188,7 +188,8 @@ class _Drawing:
     def _draw_numbers(self) -> None:
         """Write the numbers of micro-batches on the bars, in one font size.
 
-        The forwards of a row have numbers only if they are wide enough, and so have the backwards.
+        All forwards of a row have numbers, or none if they are too narrow. The same holds for the
+        backwards of a row.
         """
         groups = [
             [a for a in self.panel.timeline.activities if a.name == name and _place(a) == place]

@@ -1,9 +1,10 @@
 """The computation of one stage: its layers forward and backward, one micro-batch at a time.
 
 Layers run in *runs* of consecutive layers. Each run has an autograd graph of its own, which is cut
-at the run's inputs. A recomputed layer is a run of its own. Every layer is one if layers of the
-stage share a parameter, or if gradients are sent while earlier layers still run backward. Otherwise
-a run is as long as possible, since every cut costs 0.1 to 0.2 ms for each micro-batch.
+at the run's inputs. A recomputed layer is a run of its own. Each layer is a run of its own if
+layers of the stage share a parameter, or if gradients are sent while earlier layers still run
+backward. Otherwise a run is as long as possible, since every cut costs 0.1 to 0.2 ms for each
+micro-batch.
 
 A recomputed layer keeps only its inputs. Before its backward it runs again, with the random state
 and the buffers of its first run, so that the gradients are the same to the bit.
@@ -50,7 +51,7 @@ class _RunRecord:
 
 
 class _Identity(torch.autograd.Function):
-    """Identity whose outputs in-place operations may change; autograd refuses them on a leaf."""
+    """Identity function. Its outputs may be changed in place, which autograd refuses for leaves."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -64,9 +65,9 @@ class _Identity(torch.autograd.Function):
 
 
 def inplace_safe_aliases(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return aliases of leaves that in-place operations may change.
+    """Return aliases of leaves, which may be changed in place, unlike the leaves themselves.
 
-    They share the storage of the leaves, and gradients flow to the leaves.
+    The aliases share the storage of the leaves, and gradients flow to the leaves.
     """
     safe: tuple[Tensor, ...] = _Identity.apply(*leaves)  # type: ignore[no-untyped-call]
     return safe

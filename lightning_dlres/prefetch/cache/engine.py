@@ -294,8 +294,8 @@ class PrefetchEngine:
     def fetch_bypassing_cache(self) -> bool:
         """Fetch the missing samples of the oldest batch request past the cache space.
 
-        Call this when the engine was stalled for a while. Then these samples do not fit beside the
-        samples in use, or beside those promised to ranks that do not request them.
+        Call this when the engine was stalled for a while. The missing samples then do not fit
+        beside the samples in use, or beside samples that other ranks have not requested yet.
 
         Returns:
             True if a sample was handed to the request or fetched.

@@ -48,10 +48,10 @@ from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 from lightning_dlres.prefetch.storage.base import Storage
 from lightning_dlres.prefetch.storage.registry import open_storage
 
-# Stall timeout, in seconds; shortened after each stall, down to the minimum. After a stall, the
-# oldest request's samples are fetched past the cache. They find no room there, because the room is
-# in use, or promised to ranks that do not request their samples. The shorter timeout keeps later
-# requests from waiting as long again.
+# Stall timeout, in seconds; shortened after each stall, down to the minimum. A stall means that the
+# cache has no room for the oldest request's samples: all room is in use, or holds samples that
+# other ranks have not requested yet. The samples are then fetched past the cache. The shorter
+# timeout keeps later requests from waiting as long again.
 _STALL_SECONDS, _MIN_STALL_SECONDS = 0.1, 0.001
 # Seconds without any client after which the process ends. The first rank may take long to start.
 # After the last client has left, another one may join soon.
@@ -127,6 +127,7 @@ class CacheHost:
         self._connections: dict[int, str] = {}
         # Epochs that were begun, and that at least one client has not left yet; by epoch_id.
         self._begun: dict[int, Begin] = {}
+        # In the future, so that the first client has `_IDLE_SECONDS_AT_START` to join.
         self._last_used = time.monotonic() + _IDLE_SECONDS_AT_START - _IDLE_SECONDS
         self._last_progress = time.monotonic()
         self._stall_seconds = _STALL_SECONDS

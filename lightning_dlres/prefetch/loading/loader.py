@@ -138,8 +138,11 @@ class PrefetchLoader:
 
     def __len__(self) -> int:
         """Return the number of this rank's batches in the current epoch or, between epochs, in the
-        next one. After a resume with another number of ranks, the batches before the resume count
-        as they were yielded then."""
+        next one.
+
+        It is the number of batches that a rank had yielded before the last resume, plus those that
+        are left. After a resume with another number of ranks, it differs from a whole epoch's.
+        """
         if self._is_exhausted(self._batches_yielded):
             return self._num_batches(0)
         return self._batches_before + self._num_batches(self._consumed_before)

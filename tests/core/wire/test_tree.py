@@ -67,7 +67,7 @@ class Trap:
     """A class that must never be instantiated by a message."""
 
     def __init__(self, *_: object) -> None:
-        raise AssertionError("something that arrived has chosen code to run")
+        raise AssertionError("a message must not choose the code that runs")
 
 
 def on_the_wire(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The README's picture is drawn by the simulator of the day."""
+"""Test that the tool for the README's picture works with the current simulator."""
 
 from __future__ import annotations
 

@@ -129,10 +129,11 @@ class Schedule(ABC):
     ) -> int:
         """Return the number of forwards of a stage that cannot overlap with the first round trip.
 
-        The round trip takes the micro-batch whose backward comes first through all later stages and
-        back. The forwards up to that micro-batch's own come before the round trip. The forwards
-        after the first backward come after it. With a loss over the whole batch all forwards come
-        before it, since the loss waits for them.
+        The first round trip is the way of one micro-batch through all later stages and back: the
+        one whose backward comes first on this stage. Forwards of this stage up to and including
+        that of this micro-batch come before the round trip. Forwards after the first backward come
+        after it. With a loss over the whole batch all forwards come before it, since the loss waits
+        for them.
         """
         return _counts(self, stages, stage, microbatches, extra_in_flight).serial_forwards
 
@@ -176,19 +177,19 @@ def _counts(
     actions = schedule.actions(stages, stage, microbatches, extra_in_flight=extra_in_flight)
     in_flight = max_in_flight = 0
     forwards: list[int] = []
-    before_first_backward = after_first_backward = 0
+    before_round_trip = after_round_trip = 0
     first_backward: int | None = None
     for action in actions:
         if action.op is Op.FORWARD:
             in_flight += 1
             max_in_flight = max(max_in_flight, in_flight)
             forwards.append(action.microbatch)
-            after_first_backward += first_backward is not None
+            after_round_trip += first_backward is not None
         elif action.op is Op.BACKWARD:
             in_flight -= 1
             if first_backward is None:
                 first_backward = action.microbatch
-                before_first_backward = forwards.index(first_backward) + 1
+                before_round_trip = forwards.index(first_backward) + 1
     if schedule.whole_batch_loss:
         return _Counts(max_in_flight, microbatches)
-    return _Counts(max_in_flight, before_first_backward + after_first_backward)
+    return _Counts(max_in_flight, before_round_trip + after_round_trip)

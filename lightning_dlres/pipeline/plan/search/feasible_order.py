@@ -17,7 +17,7 @@ def feasible_order(workload: Workload, slots: Slots) -> Slots | None:
     """Return an order of the stages that has a plan; None if there is none.
 
     The search is exact. Stage by stage, it extends each set of used slots by one free slot. For
-    each set it keeps the layers that the latest stage may stop before. Slots with equal limits are
+    each set it keeps the layers at which the next stage may begin. Slots with equal limits are
     used in their order, since they are interchangeable here. This keeps the number of sets small.
 
     Args:
@@ -33,7 +33,7 @@ def feasible_order(workload: Workload, slots: Slots) -> Slots | None:
         limit = limits[slot]
         return is_segment if limit is None else is_segment & (least[stage] <= limit)
 
-    # Set of used slots -> layer that the latest stage stops before -> one order of the set.
+    # Set of used slots -> layer at which the next stage begins -> one order of the set.
     reached: dict[frozenset[int], dict[int, tuple[int, ...]]] = {frozenset(): {0: ()}}
     for stage in range(len(slots)):
         grown: dict[frozenset[int], dict[int, tuple[int, ...]]] = {}
