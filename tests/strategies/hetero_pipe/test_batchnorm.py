@@ -20,8 +20,10 @@ MICROBATCHES = 4
 
 
 class Centred(nn.Linear):
-    """Linear layer that subtracts a running mean, which it keeps in a parameter that it writes to
-    and in a buffer that it replaces."""
+    """Linear layer that subtracts a running mean from its input and divides by a running scale.
+
+    The mean is a parameter that each call writes to. The scale is a buffer that each call replaces.
+    """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)

@@ -193,7 +193,7 @@ class Segments:
     def _exact_segment(
         self, stage: int, first: int, stop: int, recomputed: tuple[int, ...]
     ) -> Segment:
-        """Return a segment with its exact costs, and a bound with its exact recomputation."""
+        """Return a segment with its exact costs, and a bound that counts its recomputed layers."""
         layers, workload = range(first, stop), self.workload
         costs = [
             workload.stage_cost(replica, stage, layers, recomputed)
