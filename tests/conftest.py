@@ -36,8 +36,8 @@ from tests.support.scripts import (
     StartScript,
 )
 
-# Threads of torch that wait for each other spin, beside other workers for most of their time. It
-# has to be said before torch is imported.
+# Torch's threads spin while they wait for each other, and so take the cores of other test workers.
+# Torch reads the variable when it is imported, so set it before.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Whatever depends on seconds fails on a loaded machine.
@@ -51,7 +51,7 @@ settings.register_profile(
 settings.load_profile("tests")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts its background jobs so, and whatever these start inherits it.
+    # A shell starts background jobs with SIGINT ignored, and their child processes inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -96,7 +96,7 @@ def pytest_collection() -> Iterator[object]:
 def pytest_runtest_protocol() -> Iterator[object]:
     """Take what outlives a test, such as imported modules, out of the garbage collector's sight.
 
-    To go through all of that takes up to half a second, and hundreds of cases collect garbage.
+    Each collection would take up to half a second to go through them, and every test collects.
     """
     try:
         return (yield)

@@ -236,8 +236,11 @@ def test_cut_epochs_resume_after_any_step(
 
 
 class Skipping(Model):
-    """Model that ends every epoch before its fourth batch. It does not use `batch_idx`, which may
-    be one too small after a resume behind such an epoch."""
+    """Model that ends every epoch before its fourth batch.
+
+    It does not use `batch_idx`, which may be one too small in a run that resumes after such an
+    epoch.
+    """
 
     def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> int | None:  # type: ignore[override]
         if batch[1][0] == order(self.current_epoch)[24]:

@@ -1,8 +1,8 @@
 """Rank processes that live as long as the pytest session.
 
 Starting a process with torch and Lightning costs seconds. A test with several real ranks sends a
-function to this pool instead of starting processes of its own; the ranks clean themselves between
-jobs, and whatever fails, hangs or dies is reported with the rank's traceback, stacks and output.
+function to this pool instead of starting processes of its own. The ranks restore their state after
+each job. The report of a rank that fails, hangs or dies has its traceback, stacks and output.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 # Ranks of one fork server have the same hash seed. Neighbouring ranks come from different servers,
 # so that code that depends on the order of a set does not agree by accident.
 FORK_SERVERS = 2
-# Imports of tests and ranks: Lightning, all of the package, and what modules with tests import.
+# Modules that a fork server imports. They import Lightning, the whole package, and the modules that
+# test modules import.
 MODULES = (
     "hypothesis",
     "pytest",
@@ -49,10 +50,10 @@ MODULES = (
 )
 # Where a pytest session keeps the addresses of its fork servers.
 ADDRESSES = pytest.StashKey[list[Path]]()
-# Number of the pool's connection in a rank; below all that the fork server uses for a while.
+# File descriptor of the pool's connection in a rank. The fork server uses lower ones.
 _CONNECTION = 100
 CLEAN_SECONDS = 30.0
-# How long the other ranks of a failed job may take to fail too, before they count as stuck.
+# Time in seconds that the other ranks of a failed job have to fail too, before they count as stuck.
 GRACE_SECONDS = 5.0
 # A forked child of a rank keeps the pipe open after the rank's death, so exits are polled as well.
 POLL_SECONDS = 0.2
@@ -83,14 +84,14 @@ def start_forkserver(directory: Path) -> ForkServerProcess:
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a job's function receives as its first argument on each rank."""
+    """First argument of a job's function on each rank."""
 
     rank: int
     world_size: int
     port: int
     environment: ClusterEnvironment
     tmp: Path
-    """A directory shared by the ranks of the job and their working directory; deleted after it."""
+    """Working directory of all ranks of the job; deleted after the job."""
 
     def init_process_group(self, backend: str = "gloo", timeout: float = 30.0) -> None:
         """Join the job's default process group; the pool destroys it after the job."""
@@ -149,10 +150,11 @@ class Raised:
 
 @dataclass
 class RankOutcome:
-    """What became of one rank: a value, or an error with its type's name and its message.
+    """Outcome of one rank: a value, or an error with its type's name and its message.
 
-    Beside the exceptions of the function itself, `error_type` may be "RankDied" (the process ended)
-    or "RankTimeout" (it had to be killed). `output` is the rank's stdout and stderr during the job.
+    Besides the exceptions of the function itself, `error_type` may be "RankDied" (the process
+    ended) or "RankTimeout" (it had to be killed). `output` is the rank's stdout and stderr during
+    the job.
     """
 
     rank: int
@@ -174,13 +176,13 @@ class RankFailure(Exception):
 class RankPool:
     """Starts ranks when a job needs them and keeps them for the next one; see `run`.
 
-    The ranks inherit the environment variables that this process, or the owner of the fork servers,
-    has when the pool is made, not those that the calling test has patched.
+    The ranks have the environment variables of the fork servers, which inherit them when they
+    start. Variables that a test has patched do not reach the ranks.
 
     Args:
-        directory: for logs and jobs.
-        max_ranks: of a job.
-        fork_servers: addresses of running fork servers; the pool starts those that are missing.
+        directory: Directory for logs and for the working directories of jobs.
+        max_ranks: Maximum number of ranks of a job.
+        fork_servers: Addresses of running fork servers; the pool starts those that are missing.
     """
 
     def __init__(
@@ -194,7 +196,7 @@ class RankPool:
         self._jobs = 0
 
     def start(self, ranks: int = FORK_SERVERS) -> None:
-        """Begin to import what so many ranks need, without waiting for it."""
+        """Start the imports of the fork servers for this number of ranks, without waiting."""
         for number in range(min(ranks, FORK_SERVERS)):
             fork_server = self._fork_servers.get(number)
             if fork_server is None or not fork_server.alive():
@@ -211,10 +213,19 @@ class RankPool:
     ) -> list[Any]:
         """Call `fn(rank_context, *args, **kwargs)` on each rank and return the results by rank.
 
-        `fn` is a function at the top level of an importable module. Raises `RankFailure` where a
-        rank raises, dies or exceeds `timeout` seconds; the ranks of a failed job are replaced,
-        unless `keep` says that those which reported may serve on. Each rank begins a job with its
-        random generators seeded by its rank.
+        Each rank begins a job with its random generators seeded by its rank. The ranks of a failed
+        job are replaced.
+
+        Args:
+            fn: Function at the top level of an importable module.
+            world_size: Number of ranks.
+            args: Further arguments of the function.
+            timeout: Time limit in seconds.
+            keep: True to keep the ranks of a failed job that are still alive.
+            kwargs: Further keyword arguments of the function.
+
+        Raises:
+            RankFailure: If a rank raises, dies or exceeds the time limit.
         """
         outcomes = self._run(fn, world_size, args, kwargs, timeout, keep, GRACE_SECONDS)
         if any(outcome.error_type for outcome in outcomes):
@@ -253,7 +264,7 @@ class RankPool:
 
     def _connected(self, number: int) -> ForkServer:
         if number in self._known:
-            # Where it cannot be reached now, it will not be later.
+            # A server that cannot be reached is not tried again: the pool starts one of its own.
             with contextlib.suppress(ForkServerError):
                 return ForkServer(self._known.pop(number))
         self._own.append(start_forkserver(self._directory / f"fork_server{number}"))
@@ -282,7 +293,7 @@ class RankPool:
         arguments = pickle.dumps((args, kwargs))
         outcomes = self._attempt(fn, world_size, arguments, timeout, keep, grace)
         if any(_address_in_use(outcome) for outcome in outcomes):
-            # The port was free when the job was made, and another process was quicker.
+            # The port was free when the job was made, but another process has taken it since.
             outcomes = self._attempt(fn, world_size, arguments, timeout, keep, grace)
         return outcomes
 
@@ -390,12 +401,12 @@ class _Rank:
         self.send(job)
 
     def send(self, message: object) -> None:
-        # Where it has died since it was last seen, whoever waits for its answer will hear so.
+        # Ignore the error if the rank has died: `_next_messages` reports the death.
         with contextlib.suppress(OSError):
             self.connection.send_bytes(pickle.dumps(message))
 
     def text(self) -> str:
-        """What it has printed since the beginning of its job, or since its start."""
+        """Return the rank's output since its job began, or since the rank started."""
         with self._log.open("rb") as log:
             log.seek(self._offset)
             return log.read().decode(errors="replace")

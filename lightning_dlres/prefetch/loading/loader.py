@@ -141,7 +141,7 @@ class PrefetchLoader:
         next one.
 
         It is the number of batches that a rank had yielded before the last resume, plus those that
-        are left. After a resume with another number of ranks, it differs from a whole epoch's.
+        are left. After a resume with another number of ranks, a whole epoch may have another one.
         """
         if self._is_exhausted(self._batches_yielded):
             return self._num_batches(0)

@@ -1,4 +1,4 @@
-"""Sizes of a layer found without running it equal those of a run."""
+"""Sizes of a layer that are computed without a run equal the sizes that a run measures."""
 
 from __future__ import annotations
 
@@ -176,7 +176,8 @@ def test_only_layers_that_fit_are_run() -> None:
 
 
 def test_the_memory_of_backward_counts() -> None:
-    # 8000 bytes for each of: input, output, its gradient, and, in the second layer, the input's.
+    # 8000 bytes each: the input, the output, the output's gradient and, in the second layer only,
+    # the input's gradient.
     found, _ = measure([nn.Linear(2, 2), nn.GELU()], torch.randn(1000, 2), limit=30_000)
     assert [math.isnan(layer.forward) for layer in found] == [False, True]
 

@@ -50,7 +50,7 @@ def run_epoch(
     """Run through an epoch, and check every batch.
 
     Args:
-        harness: The engine; the epoch before ends.
+        harness: Harness of the engine. The previous epoch is ended first.
         epoch: Number of the epoch.
         batch: Samples of a batch.
         ahead: Batch requests that wait at the same time.
