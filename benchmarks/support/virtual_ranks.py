@@ -1,0 +1,108 @@
+"""Data parallel training of several ranks in one process, with the arithmetic of the real ranks.
+
+Every unit follows the parameter server: its owner adds the other ranks' decoded gradients to its
+own in the order of the ranks, encodes the sum, and all ranks decode it. The results are bitwise
+those of `GradientSyncState(topology="ps")`, without time for processes and messages.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.codecs import codec
+from lightning_dlres.codecs.gradient import GradientCodec, State
+from lightning_dlres.gradsync.plan.graph import Part
+from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, make_plan
+from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit, partitions_for
+from lightning_dlres.kernels.gradients.layout import BLOCK
+
+
+class VirtualRanks:
+    """Mean of the gradients of several ranks, as they compute it together.
+
+    Args:
+        parameters: Parameters by name.
+        world_size: Number of ranks.
+        algorithm: Name of a gradient codec, or "raw".
+        options: Keyword arguments of the codec.
+        min_bytes: Gradients with fewer bytes are not compressed.
+        has_error_feedback: False drops what a rank did not send.
+        has_sum_feedback: False drops what was not sent of a sum.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        world_size: int,
+        algorithm: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        min_bytes: int = 0,
+        has_error_feedback: bool = True,
+        has_sum_feedback: bool = True,
+    ) -> None:
+        self._world_size, self._algorithm = world_size, algorithm
+        self._codec: GradientCodec | None = None
+        if algorithm != RAW:
+            made = type(codec(algorithm))(**(options or {}))
+            assert isinstance(made, GradientCodec)
+            self._codec = made
+        self._feedback = {Part.GRADIENT: has_error_feedback, Part.SUM: has_sum_feedback}
+        specs = [GradientSpec(name=n, count=p.numel()) for n, p in parameters.items()]
+        total = sum(spec.count for spec in specs)
+        choices = []
+        for spec in specs:
+            is_raw = self._codec is None or 4 * spec.count < min_bytes
+            is_divisible = is_raw or (self._codec is not None and self._codec.is_divisible)
+            count = partitions_for(spec.count, total, world_size) if is_divisible else 1
+            choices.append(CodecChoice(codec=RAW if is_raw else algorithm, partitions=count))
+        self.plan = make_plan(specs, choices, world_size=world_size, topology="ps", alignment=BLOCK)
+        self._states: dict[tuple[int, int, Part], State] = {}
+        self._step = 0
+
+    def mean(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the decoded means of the ranks' gradients, and advance by a step."""
+        means = {name: torch.empty_like(g) for name, g in gradients[0].items()}
+        for unit in self.plan.units:
+            parts = [g[unit.gradient].reshape(-1)[unit.start : unit.stop] for g in gradients]
+            target = means[unit.gradient].view(-1)[unit.start : unit.stop]
+            target.copy_(self._mean_of_unit(unit, parts))
+        self._step += 1
+        return means
+
+    def _mean_of_unit(self, unit: SyncUnit, parts: Sequence[Tensor]) -> Tensor:
+        if unit.codec == RAW or self._codec is None:
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            return total * (1 / self._world_size)
+        step_codec = self._codec.at_step(self._step)
+        total = torch.empty(unit.count)
+        for rank, part in enumerate(parts):
+            if rank == unit.owner:
+                total = part.clone() if rank == 0 else total + part
+                continue
+            payload = self._compress(step_codec, unit, Part.GRADIENT, rank, part)
+            step_codec.expand(payload, total, accumulate=rank > 0)
+        payload = self._compress(step_codec, unit, Part.SUM, unit.owner, total)
+        mean = torch.empty(unit.count)
+        step_codec.expand(payload, mean, scale=1 / self._world_size)
+        return mean
+
+    def _compress(
+        self, step_codec: GradientCodec, unit: SyncUnit, part: Part, rank: int, values: Tensor
+    ) -> Tensor:
+        key = unit.index, rank, part
+        if key not in self._states or not self._feedback[part]:
+            self._states[key] = step_codec.new_state(
+                unit.count, values.device, is_aggregator=part is Part.SUM
+            )
+        payload = torch.empty(step_codec.payload_bytes(unit.count), dtype=torch.uint8)
+        seed = zlib.crc32(repr((self._step, rank, unit.index, int(part))).encode())
+        step_codec.compress(values.contiguous(), self._states[key], payload, seed=seed)
+        return payload
