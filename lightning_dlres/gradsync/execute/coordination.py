@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
-from lightning_dlres.core.errors import PeerLostError
-from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.gradsync.execute.messages import check_link, content_of, plans_of, report_of
 from lightning_dlres.gradsync.plan.transmissions import Transfer, Transmission, TransmissionPlanner
 
 _READY, _ARRIVED, _LEARNED = "ready", "arrived", "learned"
 _KEY = ("coordination",)
+# Numbers in a row of each kind of report.
+_KINDS = {_READY: 5, _ARRIVED: 2, _LEARNED: 1}
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class CoordinatorLink:
         self.log: list[Transmission] = []
         self._newest_step = 0
 
+    @property
+    def name(self) -> str:
+        """Name of the coordinator's rank in errors."""
+        return self._mailbox.names[self._coordinator]
+
     def open(
         self,
         on_plan: Callable[[Plan], None],
@@ -78,33 +84,33 @@ class CoordinatorLink:
 
     def report_ready(self, transfers: Sequence[Transfer]) -> None:
         """Report payloads that this rank can send."""
-        self._report([_READY, [[t.destination, *t.entry, t.nbytes] for t in transfers]])
+        self._report(_READY, [[t.destination, *t.entry, t.nbytes] for t in transfers])
 
     def report_arrival(self, source: int, destination: int) -> None:
         """Report a message that this rank has received."""
-        self._report([_ARRIVED, [[source, destination]]])
+        self._report(_ARRIVED, [[source, destination]])
 
     def report_learned(self, step: int) -> None:
         """Report that this rank has finished a step, and wants to repeat its plan."""
-        self._report([_LEARNED, [[step]]])
+        self._report(_LEARNED, [[step]])
 
-    def _report(self, report: Tree) -> None:
+    def _report(self, kind: str, rows: list[list[int]]) -> None:
         if self._is_coordinator:
-            self._handle(self._mailbox.rank, report)
+            self._handle(self._mailbox.rank, kind, rows)
         else:
-            self._mailbox.send(self._coordinator, Channel.SYNC_REPORT, _KEY, report)
+            self._mailbox.send(self._coordinator, Channel.SYNC_REPORT, _KEY, [kind, rows])
 
-    def _handle(self, rank: int, report: Tree) -> None:
+    def _handle(self, rank: int, kind: str, rows: Sequence[Sequence[int]]) -> None:
         """Plan after a report, and broadcast the plans; runs on the coordinator only."""
-        kind, rows = report
         with self._lock:
             if kind == _READY:
                 self._planner.add(
                     Transfer(rank, row[0], (row[1], row[2], row[3]), row[4]) for row in rows
                 )
             elif kind == _ARRIVED:
-                for source, destination in rows:
-                    self._planner.finish(source, destination)
+                # A rank can free only the link to itself.
+                for source, _ in rows:
+                    self._planner.finish(source, rank)
             else:
                 self._finished.add(rank)
                 if len(self._finished) == len(self._mailbox.names):
@@ -138,30 +144,28 @@ class CoordinatorLink:
     def _receiver(self, rank: int) -> Callable[[Item], None]:
         def receive(item: Item) -> None:
             try:
-                self._handle(rank, content_of(item, self._mailbox.names[rank]))
+                self._handle_message(rank, item)
             except Exception as error:
                 self._on_failure(error)
 
         return receive
 
+    def _handle_message(self, rank: int, item: Item) -> None:
+        names = self._mailbox.names
+        kind, rows = report_of(content_of(item, names[rank]), _KINDS, names[rank])
+        for row in rows:
+            if kind == _READY:
+                check_link(rank, row[0], len(names), names[rank])
+            elif kind == _ARRIVED:
+                check_link(row[0], row[1], len(names), names[rank])
+        self._handle(rank, kind, rows)
+
     def _receive_plans(self, item: Item) -> None:
         try:
-            is_learned, rows = content_of(item, self._mailbox.names[self._coordinator])
-            plans = [
-                Transmission(source, destination, tuple((e[0], e[1], e[2]) for e in entries))
-                for source, destination, entries in rows
-            ]
+            is_learned, rows = plans_of(
+                content_of(item, self.name), len(self._mailbox.names), self.name
+            )
+            plans = [Transmission(*row) for row in rows]
             self._pass_on(plans, is_learned)
         except Exception as error:
             self._on_failure(error)
-
-
-def content_of(item: Item, name: str) -> Tree:
-    """Return the content of a message.
-
-    Raises:
-        PeerLostError: If the item is the error that ended the connection to a rank.
-    """
-    if isinstance(item, BaseException):
-        raise PeerLostError(f"lost {name} while gradients were synchronised: {item}") from item
-    return item[1]

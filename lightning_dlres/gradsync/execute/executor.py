@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -22,7 +22,8 @@ from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
 from lightning_dlres.core.errors import PeerTimeoutError, ProtocolError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.gradsync.execute.coordination import CoordinatorLink, content_of
+from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
+from lightning_dlres.gradsync.execute.messages import ALIGNMENT, content_of, payloads_of
 from lightning_dlres.gradsync.execute.transmitters import (
     CoordinatedTransmitter,
     DirectTransmitter,
@@ -35,8 +36,6 @@ from lightning_dlres.gradsync.plan.graph import Part, TaskKind
 
 # Seconds between two checks for lost ranks and deadlines.
 _POLL_SECONDS = 0.05
-# Bytes to which payloads are aligned in a message, so that they can be read as words.
-_ALIGNMENT = 8
 
 
 class _Signal(Enum):
@@ -73,7 +72,7 @@ class SyncExecutor:
     Args:
         mailbox: Messages to the other ranks.
         tracer: Gets a span for each task.
-        sources: Ranks that send to this one.
+        expected: Unit and part of the payloads that each other rank sends to this one in a step.
         destinations: Ranks that this one sends to.
         coordinator: Link to the coordinator, which decides when a payload is sent. None sends
             payloads as soon as they are ready.
@@ -88,7 +87,7 @@ class SyncExecutor:
         mailbox: Mailbox,
         tracer: Tracer,
         *,
-        sources: Collection[int],
+        expected: Mapping[int, Collection[tuple[int, Part]]],
         destinations: Collection[int],
         coordinator: CoordinatorLink | None = None,
         replay_from: int | None = None,
@@ -96,12 +95,15 @@ class SyncExecutor:
         self.failure: BaseException | None = None
         self._mailbox, self._tracer = mailbox, tracer
         self._rank, self._names = mailbox.rank, mailbox.names
+        self._expected = {peer: frozenset(payloads) for peer, payloads in expected.items()}
         self._computes: queue.SimpleQueue[tuple[UnitRun, int] | None] = queue.SimpleQueue()
         self._transfers: queue.SimpleQueue[TransferItem | _Signal] = queue.SimpleQueue()
         # Guards the fields below and the counters of all units.
         self._lock = threading.Lock()
         self._steps: dict[int, _Step] = defaultdict(_Step)
         self._groups: dict[UnitRun, _Group] = {}
+        # Last step in which each unit was finished.
+        self._finished: dict[int, int] = {}
         self._threads = [
             threading.Thread(target=self._guarded, args=(loop,), name=name, daemon=True)
             for loop, name in (
@@ -115,7 +117,7 @@ class SyncExecutor:
             coordinator.open(self._transfers.put, self.fail)
         for peer in destinations:
             mailbox.connect(peer, Channel.GRADIENT_SYNC)
-        for peer in sources:
+        for peer in expected:
             mailbox.subscribe(peer, Channel.GRADIENT_SYNC, self._receiver(peer))
         for thread in self._threads:
             thread.start()
@@ -151,8 +153,11 @@ class SyncExecutor:
             for position, task in enumerate(run.graph):
                 if not task.after and task.kind is not TaskKind.RECEIVE:
                     self._enqueue(run, position)
-        for entry in arrived:
-            self._deliver(*entry)
+        try:
+            for entry in arrived:
+                self._deliver(*entry)
+        except ProtocolError as error:
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """End all work with an error; only the first one counts."""
@@ -239,15 +244,13 @@ class SyncExecutor:
 
     def _receive(self, peer: int, item: Item) -> None:
         """Handle a message, or the error that ended the connection to a rank."""
-        step, entries, message = content_of(item, self._names[peer])
-        offset = 0
-        with self._tracer.span("receive", "transfer", peer=peer, units=len(entries)):
-            for unit, part_number, nbytes in entries:
-                part, payload = Part(part_number), message[offset : offset + nbytes]
-                offset += nbytes + -nbytes % _ALIGNMENT
+        step, payloads = payloads_of(content_of(item, self._names[peer]), self._names[peer])
+        with self._tracer.span("receive", "transfer", peer=peer, units=len(payloads)):
+            for unit, part, payload in payloads:
                 with self._lock:
                     if self.failure is not None:
                         return
+                    self._refuse_unexpected(peer, step, unit, part)
                     current = self._steps[step]
                     run = current.runs.get(unit)
                     if run is None:
@@ -257,23 +260,28 @@ class SyncExecutor:
                     self._deliver(run, peer, part, payload)
         self._transmitter.arrived(peer, step)
 
+    def _refuse_unexpected(self, peer: int, step: int, unit: int, part: Part) -> None:
+        if (unit, part) not in self._expected[peer] or step <= self._finished.get(unit, -1):
+            raise ProtocolError(
+                f"{self._names[peer]} sent part {int(part)} of unit {unit} in step {step}, which "
+                "this rank does not expect. Check that all ranks have the same plan."
+            )
+
     def _deliver(self, run: UnitRun, peer: int, part: Part, payload: Tensor) -> None:
         """Give a payload to its unit."""
+        if payload.numel() != run.payload_bytes():
+            raise ProtocolError(
+                f"{self._names[peer]} sent {payload.numel()} bytes of unit {run.unit.index}, "
+                f"expected {run.payload_bytes()}. Check that all ranks have the same plan."
+            )
+        if not run.receive(peer, part, payload):
+            raise ProtocolError(
+                f"{self._names[peer]} sent part {int(part)} of unit {run.unit.index} twice in step "
+                f"{run.options.step}. Check that all ranks have the same plan."
+            )
         for position, task in enumerate(run.graph):
             if (task.kind, task.peer, task.part) == (TaskKind.RECEIVE, peer, part):
-                if payload.numel() != run.payload_bytes():
-                    raise ProtocolError(
-                        f"{self._names[peer]} sent {payload.numel()} bytes of unit "
-                        f"{run.unit.index}, expected {run.payload_bytes()}. Check that all ranks "
-                        "have the same plan."
-                    )
-                run.receive(peer, part, payload)
                 self._finish(run, position)
-                return
-        raise ProtocolError(
-            f"{self._names[peer]} sent part {int(part)} of unit {run.unit.index}, which this rank "
-            "does not expect. Check that all ranks have the same plan."
-        )
 
     def _finish(self, run: UnitRun, position: int) -> None:
         """Mark a task as done, and queue the tasks that it makes ready."""
@@ -296,7 +304,7 @@ class SyncExecutor:
 
     def _forget(self, run: UnitRun) -> Callable[[BaseException | None], None] | None:
         """Remove a finished unit; return the callback of its group if it was the last one."""
-        step = run.options.step
+        step = self._finished[run.unit.index] = run.options.step
         self._steps[step].runs.pop(run.unit.index, None)
         if not self._steps[step].runs and not self._steps[step].early:
             del self._steps[step]
@@ -336,7 +344,7 @@ def _aligned(payloads: Sequence[Tensor]) -> list[Tensor]:
     parts = []
     for payload in payloads:
         parts.append(payload)
-        filling = -payload.numel() % _ALIGNMENT
+        filling = -payload.numel() % ALIGNMENT
         if filling:
             parts.append(payload.new_zeros(filling))
     return parts

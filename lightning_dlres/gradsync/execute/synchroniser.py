@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
 from lightning_dlres.gradsync.execute.executor import SyncExecutor
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.unit_run import StepOptions, UnitRun
-from lightning_dlres.gradsync.plan.graph import SyncTask, TaskKind, topology
+from lightning_dlres.gradsync.plan.graph import Part, TaskKind, topology
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 
 
@@ -78,12 +78,25 @@ class GradientSynchroniser:
             ]
             for name in {unit.gradient for unit in plan.units}
         }
-        tasks = [task for units in self._units.values() for _, graph in units for task in graph]
+        tasks = [
+            (unit, task)
+            for units in self._units.values()
+            for unit, graph in units
+            for task in graph
+        ]
+        expected: dict[int, set[tuple[int, Part]]] = {}
+        for unit, task in tasks:
+            if task.kind is TaskKind.RECEIVE and task.peer is not None:
+                expected.setdefault(task.peer, set()).add((unit.index, task.part))
         self._executor = SyncExecutor(
             mailbox,
             tracer,
-            sources=_peers(tasks, TaskKind.RECEIVE),
-            destinations=_peers(tasks, TaskKind.SEND),
+            expected=expected,
+            destinations={
+                task.peer
+                for _, task in tasks
+                if task.kind is TaskKind.SEND and task.peer is not None
+            },
             coordinator=coordinator,
             replay_from=replay_from,
         )
@@ -152,8 +165,3 @@ class GradientSynchroniser:
     def close(self) -> None:
         """End the threads."""
         self._executor.close()
-
-
-def _peers(tasks: Iterable[SyncTask], kind: TaskKind) -> set[int]:
-    """Return the other ranks of all tasks of a kind."""
-    return {task.peer for task in tasks if task.kind is kind and task.peer is not None}

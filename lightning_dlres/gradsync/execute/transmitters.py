@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink, LearnedPlan
 from lightning_dlres.gradsync.execute.unit_run import UnitRun
 from lightning_dlres.gradsync.plan.graph import Part
@@ -145,7 +146,13 @@ class CoordinatedTransmitter(Transmitter):
                 self._step, self._next = self._step + 1, 0
 
     def _message(self, destination: int, entries: Iterable[Entry]) -> Message:
-        return destination, [self._ready.pop((destination, entry)) for entry in entries]
+        try:
+            return destination, [self._ready.pop((destination, entry)) for entry in entries]
+        except KeyError:
+            raise ProtocolError(
+                f"{self._coordinator.name}, the coordinator, planned a payload that is not ready. "
+                "Check that all ranks have the same plan."
+            ) from None
 
 
 def _messages(sends: Sequence[ReadySend], message_bytes: int) -> list[list[ReadySend]]:

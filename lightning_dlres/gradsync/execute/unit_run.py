@@ -95,13 +95,16 @@ class UnitRun:
             and (task.peer, task.part) not in self._arrived
         ]
 
-    def receive(self, peer: int, part: Part, payload: Tensor) -> None:
-        """Keep a payload that has arrived."""
+    def receive(self, peer: int, part: Part, payload: Tensor) -> bool:
+        """Keep a payload that has arrived; return False if it has arrived before."""
+        if (peer, part) in self._arrived:
+            return False
         self._arrived.add((peer, part))
         self._incoming[peer, part] = payload
         if part is Part.SUM:
             # A ring passes the sum on.
             self.outgoing[part] = payload
+        return True
 
     def compute(self, task: SyncTask) -> None:
         """Run a compute task."""

@@ -1,0 +1,133 @@
+"""Contents of received messages, checked. An error names the rank that sent a broken message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_dlres.core.comm.mailbox import Item
+from lightning_dlres.core.errors import PeerLostError, ProtocolError
+from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.gradsync.plan.graph import Part
+from lightning_dlres.gradsync.plan.transmissions import Entry
+
+# Bytes to which payloads are aligned in a message, so that they can be read as words.
+ALIGNMENT = 8
+# Key of the message by which a rank tells the others why it ends its work.
+FAILURE_KEY = ("failure",)
+
+_PARTS = frozenset(Part)
+
+
+def content_of(item: Item, name: str) -> Tree:
+    """Return the content of a message.
+
+    Raises:
+        PeerLostError: If the item is the error that ended the connection to a rank, or if the rank
+            has ended its work.
+    """
+    if isinstance(item, BaseException):
+        raise PeerLostError(f"lost {name} while gradients were synchronised: {item}") from item
+    key, content = item
+    if key == FAILURE_KEY:
+        raise PeerLostError(f"{name} gave up: {content}")
+    return content
+
+
+def payloads_of(content: Tree, name: str) -> tuple[int, list[tuple[int, Part, Tensor]]]:
+    """Return the step of a message, and the unit, part and payload of each of its entries.
+
+    Raises:
+        ProtocolError: If the message is malformed; the error names its sender.
+    """
+    step, entries, message = _row(content, 3, name)
+    is_message = isinstance(message, Tensor) and message.dtype == torch.uint8
+    if not is_message or message.dim() != 1 or not isinstance(entries, list):
+        raise _malformed(name)
+    payloads, offset = [], 0
+    for entry in entries:
+        unit, part, nbytes = _numbers(entry, 3, name)
+        if part not in _PARTS or offset + nbytes > message.numel():
+            raise _malformed(name)
+        payloads.append((unit, Part(part), message[offset : offset + nbytes]))
+        offset += nbytes + -nbytes % ALIGNMENT
+    if offset < message.numel():
+        raise _malformed(name)
+    return _numbers([step], 1, name)[0], payloads
+
+
+def report_of(content: Tree, kinds: dict[str, int], name: str) -> tuple[str, list[Sequence[int]]]:
+    """Return the kind and the rows of a report to the coordinator.
+
+    Args:
+        content: Content of the message.
+        kinds: Numbers in a row of each kind of report.
+        name: Name of the sender.
+
+    Raises:
+        ProtocolError: If the report is malformed; the error names its sender.
+    """
+    kind, rows = _row(content, 2, name)
+    if not isinstance(kind, str) or kind not in kinds or not isinstance(rows, list) or not rows:
+        raise _malformed(name)
+    return kind, [_numbers(row, kinds[kind], name) for row in rows]
+
+
+def plans_of(
+    content: Tree, ranks: int, name: str
+) -> tuple[bool, list[tuple[int, int, tuple[Entry, ...]]]]:
+    """Return True for a plan to repeat, and source, destination and entries of its messages.
+
+    Args:
+        content: Content of the message.
+        ranks: Number of ranks.
+        name: Name of the sender.
+
+    Raises:
+        ProtocolError: If the plan is malformed; the error names its sender.
+    """
+    is_learned, rows = _row(content, 2, name)
+    if not isinstance(is_learned, bool) or not isinstance(rows, list):
+        raise _malformed(name)
+    plans = []
+    for row in rows:
+        source, destination, entries = _row(row, 3, name)
+        check_link(source, destination, ranks, name)
+        if not isinstance(entries, list) or not entries:
+            raise _malformed(name)
+        triples = [_numbers(entry, 3, name) for entry in entries]
+        plans.append((source, destination, tuple((a, b, c) for a, b, c in triples)))
+    return is_learned, plans
+
+
+def check_link(source: int, destination: int, ranks: int, name: str) -> None:
+    """Refuse a message between ranks that do not exist, or from a rank to itself.
+
+    Raises:
+        ProtocolError: If the ranks are wrong; the error names the sender `name`.
+    """
+    if max(_numbers([source, destination], 2, name)) >= ranks or source == destination:
+        raise _malformed(name)
+
+
+def _row(content: Tree, length: int, name: str) -> Sequence[Tree]:
+    if not isinstance(content, list) or len(content) != length:
+        raise _malformed(name)
+    return content
+
+
+def _numbers(content: Tree, length: int, name: str) -> Sequence[int]:
+    """Return a row of whole numbers, none of them negative."""
+    row = _row(content, length, name)
+    if any(type(number) is not int or number < 0 for number in row):
+        raise _malformed(name)
+    return row
+
+
+def _malformed(name: str) -> ProtocolError:
+    return ProtocolError(
+        f"{name} sent a malformed message while gradients were synchronised. Check that all ranks "
+        "run the same version."
+    )
