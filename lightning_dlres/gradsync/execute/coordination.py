@@ -64,8 +64,9 @@ class CoordinatorLink:
         self,
         on_plan: Callable[[Plan], None],
         on_failure: Callable[[BaseException], None],
-    ) -> None:
-        """Connect to the coordinator, or to all ranks on its own rank.
+    ) -> list[tuple[int, Channel]]:
+        """Connect to the coordinator, or to all ranks on its own rank; return the ranks and
+        channels to which this link sends.
 
         Args:
             on_plan: Called with each planned message of any rank, and with a plan to repeat.
@@ -76,11 +77,12 @@ class CoordinatorLink:
         if not self._is_coordinator:
             mailbox.connect(self._coordinator, Channel.SYNC_REPORT)
             mailbox.subscribe(self._coordinator, Channel.SYNC_PLAN, self._receive_plans)
-            return
-        for rank in range(len(mailbox.names)):
-            if rank != mailbox.rank:
-                mailbox.connect(rank, Channel.SYNC_PLAN)
-                mailbox.subscribe(rank, Channel.SYNC_REPORT, self._receiver(rank))
+            return [(self._coordinator, Channel.SYNC_REPORT)]
+        others = [rank for rank in range(len(mailbox.names)) if rank != mailbox.rank]
+        for rank in others:
+            mailbox.connect(rank, Channel.SYNC_PLAN)
+            mailbox.subscribe(rank, Channel.SYNC_REPORT, self._receiver(rank))
+        return [(rank, Channel.SYNC_PLAN) for rank in others]
 
     def report_ready(self, transfers: Sequence[Transfer]) -> None:
         """Report payloads that this rank can send."""

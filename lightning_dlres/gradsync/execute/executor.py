@@ -7,6 +7,7 @@ one, and no task waits inside another task.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -19,11 +20,16 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
-from lightning_dlres.core.errors import PeerTimeoutError, ProtocolError
+from lightning_dlres.core.errors import PeerError, PeerTimeoutError, ProtocolError, text_of
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
-from lightning_dlres.gradsync.execute.messages import ALIGNMENT, content_of, payloads_of
+from lightning_dlres.gradsync.execute.messages import (
+    ALIGNMENT,
+    FAILURE_KEY,
+    content_of,
+    payloads_of,
+)
 from lightning_dlres.gradsync.execute.transmitters import (
     CoordinatedTransmitter,
     DirectTransmitter,
@@ -111,10 +117,12 @@ class SyncExecutor:
                 (self._transfer, "dlres-sync-transfer"),
             )
         ]
+        # Ranks and channels that learn of a failure here.
+        self._announced = [(peer, Channel.GRADIENT_SYNC) for peer in destinations]
         self._transmitter: Transmitter = DirectTransmitter()
         if coordinator is not None:
             self._transmitter = CoordinatedTransmitter(self._rank, coordinator, replay_from)
-            coordinator.open(self._transfers.put, self.fail)
+            self._announced += coordinator.open(self._transfers.put, self.fail)
         for peer in destinations:
             mailbox.connect(peer, Channel.GRADIENT_SYNC)
         for peer in expected:
@@ -160,7 +168,7 @@ class SyncExecutor:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """End all work with an error; only the first one counts."""
+        """End all work with an error, and tell it to other ranks; only the first error counts."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -168,15 +176,25 @@ class SyncExecutor:
             groups = {id(group): group for group in self._groups.values()}
             self._groups.clear()
             self._steps.clear()
+        # Before callers know: they may close the mailbox.
+        self._announce(error)
         for group in groups.values():
             group.on_done(error)
 
     def close(self) -> None:
         """End the threads; unfinished units stay unfinished."""
+        self._announced.clear()
         self._computes.put(None)
         self._transfers.put(_Signal.END)
         for thread in self._threads:
             thread.join()
+
+    def _announce(self, error: BaseException) -> None:
+        """Tell other ranks why this one sends nothing more; they would wait until the deadline, and
+        then name this rank instead of the one at fault."""
+        for peer, channel in self._announced:
+            with contextlib.suppress(PeerError):
+                self._mailbox.send(peer, channel, FAILURE_KEY, text_of(error))
 
     def _guarded(self, loop: Callable[[], None]) -> None:
         try:

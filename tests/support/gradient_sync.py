@@ -1,0 +1,129 @@
+"""Gradient synchronisation of one rank of a job, over a mailbox that notes its messages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.core.comm.mailbox import Channel, Item, Key, Mailbox
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.core.wire import payload
+from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
+from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
+from lightning_dlres.gradsync.plan.plan import SyncPlan
+from tests.support.rank_pool import RankContext
+
+# Ways to send: at once, as the coordinator says in every step, or as it said in an earlier one.
+MODES = ("none", "always", "replay")
+# First step that repeats a plan, in the mode "replay".
+REPLAYED_STEP = 2
+
+
+@dataclass(frozen=True)
+class Note:
+    """A message that a rank has sent or received; times are those of `time.perf_counter_ns`."""
+
+    channel: Channel
+    source: int
+    destination: int
+    ns: int
+    header_bytes: int
+    large_bytes: int
+    tree: Tree
+
+
+class NotingMailbox(Mailbox):
+    """Mailbox that notes all messages. `before_send` may hold a message back."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sent: list[Note] = []
+        self.received: list[Note] = []
+        self.before_send: Callable[[int, Channel, Tree], None] = lambda *_: None
+
+    def send(self, destination: int, channel: Channel, key: Key, tree: Tree) -> None:
+        self.before_send(destination, channel, tree)
+        self.sent.append(_note(channel, self.rank, destination, key, tree))
+        super().send(destination, channel, key, tree)
+
+    def subscribe(self, source: int, channel: Channel, handle: Callable[[Item], None]) -> None:
+        def note(item: Item) -> None:
+            if isinstance(item, tuple):
+                self.received.append(_note(channel, source, self.rank, *item))
+            handle(item)
+
+        super().subscribe(source, channel, note)
+
+
+def _note(channel: Channel, source: int, destination: int, key: Key, tree: Tree) -> Note:
+    now = time.perf_counter_ns()
+    header, large = payload.encode(tree, key)
+    large_bytes = sum(tensor.numel() for tensor in large)
+    return Note(channel, source, destination, now, len(header), large_bytes, tree)
+
+
+@dataclass
+class OpenSync:
+    """Synchronisation of this rank, with its mailbox and the spans of its tasks."""
+
+    sync: GradientSynchroniser
+    mailbox: NotingMailbox
+    tracer: Tracer
+
+
+@contextmanager
+def open_sync(
+    context: RankContext,
+    plan: SyncPlan,
+    codecs: Mapping[str, GradientCodec],
+    *,
+    mode: str = "none",
+    timeout: float = 20.0,
+    check: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> Iterator[OpenSync]:
+    """Context manager that connects all ranks of a job, and ends their threads.
+
+    After a failure it does not wait for the other ranks.
+    """
+    if not dist.is_initialized():
+        context.init_process_group()
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    assert isinstance(group, dist.ProcessGroup)
+    names = [f"rank {rank}" for rank in range(context.world_size)]
+    mailbox = NotingMailbox(
+        group, context.rank, names, timeout=timeout, check=check, tracer=Tracer()
+    )
+    tracer = Tracer()
+    sync = GradientSynchroniser(
+        plan,
+        codecs,
+        mailbox,
+        tracer,
+        coordinator=None if mode == "none" else CoordinatorLink(mailbox),
+        replay_from=REPLAYED_STEP if mode == "replay" else None,
+        **options,
+    )
+    yield OpenSync(sync, mailbox, tracer)
+    is_orderly = sync.failure is None
+    if is_orderly:
+        # The last messages of other ranks may still pass this one.
+        dist.barrier()
+    sync.close()
+    mailbox.close(orderly=is_orderly)
+    if is_orderly:
+        dist.barrier()
+
+
+def threads_of(prefixes: Sequence[str]) -> list[str]:
+    """Return the names of the living threads that begin with one of the prefixes."""
+    return [t.name for t in threading.enumerate() if t.name.startswith(tuple(prefixes))]
