@@ -1,0 +1,316 @@
+"""Structure of real runs: queues, links, the coordinator's traffic, and the calls of codecs."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dlres.codecs.gradient import State, ThresholdQuantisation
+from lightning_dlres.core.comm.mailbox import Channel
+from lightning_dlres.core.trace import Span
+from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.gradsync.plan.graph import TaskKind, topology
+from lightning_dlres.gradsync.plan.plan import CodecChoice, SyncPlan, make_plan
+from lightning_dlres.gradsync.plan.units import GradientSpec
+from tests.support.gradient_sync import MODES, REPLAYED_STEP, Note, OpenSync, open_sync
+from tests.support.rank_pool import RankContext, RankPool
+from tests.support.waiting import wait_until
+
+SECONDS = 20.0
+# No two units have equally many elements, so that a codec call tells its unit. Several messages
+# between two ranks are full.
+COUNTS = {"a": 20_000, "b": 9000, "c": 4000, "d": 301, "e": 2_500_000, "f": 1, "g": 1_700_000}
+STEPS = 4
+LINKS = (Channel.SYNC_REPORT, Channel.SYNC_PLAN)
+
+
+def plan_for(
+    world_size: int,
+    name: str,
+    counts: dict[str, int] = COUNTS,
+    *,
+    partitions: int = 1,
+    shares: Sequence[float] | None = None,
+) -> SyncPlan:
+    specs = [GradientSpec(name=key, count=count) for key, count in counts.items()]
+    choices = [CodecChoice(codec="tbq", partitions=partitions) for _ in specs]
+    return make_plan(
+        specs, choices, world_size=world_size, topology=name, alignment=4096, shares=shares
+    )
+
+
+class RecordingCodec(ThresholdQuantisation):
+    """Codec that notes the elements of all calls. Two functions may act around an encoding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+        self.before_compress: Callable[[int], None] = lambda count: None
+        self.after_compress: Callable[[int], None] = lambda count: None
+
+    @override
+    def compress(
+        self, values: Tensor, state: State, payload: Tensor, *, scale: float = 1.0, seed: int = 0
+    ) -> None:
+        self.calls.append(("compress", values.numel()))
+        self.before_compress(values.numel())
+        super().compress(values, state, payload, scale=scale, seed=seed)
+        self.after_compress(values.numel())
+
+    @override
+    def expand(
+        self, payload: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        self.calls.append(("expand", out.numel()))
+        super().expand(payload, out, scale=scale, accumulate=accumulate)
+
+
+def gradients(counts: dict[str, int] = COUNTS) -> dict[str, Tensor]:
+    return {key: torch.ones(count) for key, count in counts.items()}
+
+
+def run_steps(
+    context: RankContext, name: str, mode: str, partitions: int
+) -> tuple[list[Span], list[Note], list[Note], list[tuple[str, int]]]:
+    """Return the spans of the tasks, the messages sent and received, and the codec's calls."""
+    codec = RecordingCodec()
+    plan = plan_for(context.world_size, name, partitions=partitions)
+    with open_sync(context, plan, {"tbq": codec}, mode=mode) as opened:
+        for step in range(STEPS):
+            opened.sync.run(step, gradients())
+        # Others may still need this rank, as the coordinator or in a ring.
+        dist.barrier()
+        mailbox = opened.mailbox
+        for note in (*mailbox.sent, *mailbox.received):
+            # The payloads are not needed.
+            note.tree[2:] = []
+        return list(opened.tracer.spans()), mailbox.sent, mailbox.received, codec.calls
+
+
+@pytest.mark.parametrize("name", ["ps", "ring"])
+@pytest.mark.parametrize("mode", MODES)
+def test_threads_links_and_calls_of_a_run(pool: RankPool, name: str, mode: str) -> None:
+    results = pool.run(run_steps, 3, name, mode, 2)
+    plan = plan_for(3, name, partitions=2)
+    for rank, (spans, _, _, calls) in enumerate(results):
+        check_threads(spans)
+        check_calls(plan, rank, spans, calls)
+    messages = messages_of([sent for _, sent, *_ in results], [r for _, _, r, _ in results])
+    if mode == "always":
+        check_links(messages)
+    if mode == "replay":
+        check_silence(results)
+
+
+def check_threads(spans: list[Span]) -> None:
+    """Each queue has a thread of its own, and arrivals have those of the mailbox."""
+    for span in spans:
+        if span.name in ("encode", "merge", "decode"):
+            assert (span.category, span.thread) == ("compute", "dlres-sync-compute")
+        elif span.name == "send":
+            assert (span.category, span.thread) == ("transfer", "dlres-sync-transfer")
+        else:
+            assert (span.name, span.category) == ("receive", "transfer")
+            assert span.thread.startswith("receive-GRADIENT_SYNC-")
+
+
+def check_calls(plan: SyncPlan, rank: int, spans: list[Span], calls: list[tuple[str, int]]) -> None:
+    """Each call of the codec is one task of one unit. A merge of the own gradient has no call."""
+    graph_of = topology(plan.topology)
+    sizes = {unit.count for unit in plan.units}
+    assert len(sizes) == len(plan.units)
+    tasks: Counter[tuple[str, int]] = Counter()
+    expected: Counter[tuple[str, int]] = Counter()
+    for unit in plan.units:
+        for task in graph_of(rank, plan.world_size, unit.owner):
+            if not task.kind.is_transfer:
+                tasks[task.kind.value, unit.index] += STEPS
+            if task.kind is TaskKind.ENCODE:
+                expected["compress", unit.count] += STEPS
+            elif not task.kind.is_transfer and task.peer != rank:
+                expected["expand", unit.count] += STEPS
+    assert Counter((s.name, s.args["unit"]) for s in spans if s.category == "compute") == tasks
+    assert Counter(calls) == expected
+
+
+def messages_of(sent: list[list[Note]], received: list[list[Note]]) -> list[tuple[Note, Note]]:
+    """Return each payload message as its sender and as its receiver noted it."""
+    pairs = []
+    for source in range(len(sent)):
+        for destination in range(len(sent)):
+            link = source, destination, Channel.GRADIENT_SYNC
+            ends = [
+                [n for n in notes if (n.source, n.destination, n.channel) == link]
+                for notes in (sent[source], received[destination])
+            ]
+            pairs += list(zip(*ends, strict=True))
+    return pairs
+
+
+def check_links(messages: list[tuple[Note, Note]]) -> None:
+    """No link has two messages in one direction at once. All ranks have one clock."""
+    for end in ("source", "destination"):
+        for rank in range(3):
+            intervals = sorted(
+                (sent.ns, received.ns) for sent, received in messages if getattr(sent, end) == rank
+            )
+            assert len(intervals) > STEPS
+            for (_, stop), (start, _) in pairwise(intervals):
+                assert stop <= start
+
+
+def check_silence(results: list[Any]) -> None:
+    """Ranks report and plan all messages of the steps before a plan is repeated, and no other."""
+    for rank, (_, sent, received, _) in enumerate(results):
+        reports = [note.tree for note in sent if note.channel is Channel.SYNC_REPORT]
+        earlier = [
+            [n.tree for n in notes if n.channel not in LINKS and n.tree[0] < REPLAYED_STEP]
+            for notes in (sent, received)
+        ]
+        later = [n for n in sent if n.channel not in LINKS and n.tree[0] >= REPLAYED_STEP]
+        assert len(later) > STEPS
+        if rank == 0:
+            # The coordinator's own reports are no messages.
+            assert not reports
+            plans = [n.tree for n in sent if n.channel is Channel.SYNC_PLAN]
+            assert sum(is_learned for is_learned, _ in plans) == 2
+            continue
+        ready = [row for kind, rows in reports for row in rows if kind == "ready"]
+        assert sorted(row[1:4] for row in ready) == sorted(
+            [step, unit, part] for step, entries in earlier[0] for unit, part, _ in entries
+        )
+        kinds = Counter(kind for kind, _ in reports)
+        assert kinds["arrived"] == len(earlier[1])
+        assert kinds["learned"] == 1
+
+
+def coordinator_notes(context: RankContext, name: str, elements: int) -> list[Note]:
+    counts = {f"unit {i}": elements + 4 * i for i in range(5)}
+    plan = plan_for(context.world_size, name, counts)
+    with open_sync(context, plan, {"tbq": ThresholdQuantisation()}, mode="always") as opened:
+        for step in range(2):
+            # One after the other: what is ready at once does not depend on the time of transfers.
+            for key, gradient in gradients(counts).items():
+                opened.sync.run(2 * step, {key: gradient})
+                dist.barrier()
+        return [n for n in opened.mailbox.sent if n.channel in LINKS]
+
+
+@pytest.mark.parametrize("name", ["ps", "ring"])
+def test_the_bytes_of_the_coordinator_do_not_depend_on_the_size(pool: RankPool, name: str) -> None:
+    small, large = (pool.run(coordinator_notes, 2, name, size) for size in (64, 1_000_000))
+    for one, other in zip(small, large, strict=True):
+        assert len(one) == len(other) > 5
+        assert sum(note.large_bytes for note in (*one, *other)) == 0
+        # msgpack writes a larger number with up to 4 more bytes.
+        numbers = sum(len(note.tree[1]) for note in one)
+        difference = sum(n.header_bytes for n in other) - sum(n.header_bytes for n in one)
+        assert 0 <= difference <= 4 * numbers
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(SECONDS), "one of the two threads waits for the other"
+
+
+def spans_of(opened: OpenSync, name: str) -> list[Span]:
+    return [span for span in opened.tracer.spans() if span.name == name]
+
+
+def encloses(outer: Span, inner: Span) -> bool:
+    return outer.start_ns <= inner.start_ns and inner.end_ns <= outer.end_ns
+
+
+def encode_in_a_transfer(context: RankContext) -> None:
+    """The first payload leaves only when the second gradient has been encoded."""
+    counts, codec = {"a": 100, "b": 200}, RecordingCodec()
+    sending, encoded = threading.Event(), threading.Event()
+    # Rank 0 owns all, so that rank 1 encodes and sends both.
+    plan = plan_for(2, "ps", counts, shares=[1.0, 0.0])
+    with open_sync(context, plan, {"tbq": codec}) as opened:
+        if context.rank == 1:
+
+            def hold(destination: int, channel: Channel, tree: Tree) -> None:
+                sending.set()
+                wait_for(encoded)
+
+            opened.mailbox.before_send = hold
+            codec.before_compress = lambda count: wait_for(sending) if count == 200 else None
+            codec.after_compress = lambda count: encoded.set() if count == 200 else None
+        opened.sync.run(0, gradients(counts))
+        if context.rank == 1:
+            send, encode = spans_of(opened, "send")[0], spans_of(opened, "encode")[1]
+            assert send.start_ns < encode.end_ns
+            assert encode.start_ns < send.end_ns
+            assert codec.calls[:2] == [("compress", 100), ("compress", 200)]
+            assert encode.args["unit"] == 1
+
+
+def test_a_gradient_is_encoded_while_another_one_is_sent(pool: RankPool) -> None:
+    pool.run(encode_in_a_transfer, 2)
+
+
+def transfers_in_an_encode(context: RankContext) -> None:
+    """The second gradient is encoded only when the sum of the first one has come back."""
+    counts, codec = {"a": 100, "b": 200}, RecordingCodec()
+    plan = plan_for(2, "ps", counts, shares=[1.0, 0.0])
+    with open_sync(context, plan, {"tbq": codec}) as opened:
+        if context.rank == 1:
+
+            def look(count: int) -> None:
+                if count == 200:
+                    wait_until(lambda: spans_of(opened, "receive"), "the sum has come back")
+
+            codec.before_compress = look
+        opened.sync.run(0, gradients(counts))
+        if context.rank == 1:
+            encode = spans_of(opened, "encode")[1]
+            assert encode.args["unit"] == 1
+            assert encloses(encode, spans_of(opened, "receive")[0])
+
+
+def test_transfers_go_on_while_a_gradient_is_encoded(pool: RankPool) -> None:
+    pool.run(transfers_in_an_encode, 2)
+
+
+def late_unit(context: RankContext, name: str, mode: str) -> list[str]:
+    """Return the order in which the gradients of a step were done; the last rank is late with "a".
+
+    It starts "a" only when all ranks have finished "b", which they started after "a".
+    """
+    counts = {"a": 100, "b": 200}
+    done: list[str] = []
+    events = {key: threading.Event() for key in counts}
+    with open_sync(context, plan_for(3, name, counts), {"tbq": RecordingCodec()}, mode=mode) as o:
+
+        def start(key: str) -> None:
+            def finish(error: BaseException | None) -> None:
+                assert error is None
+                done.append(key)
+                events[key].set()
+
+            o.sync.start(0, {key: torch.ones(counts[key])}, finish)
+
+        is_late = context.rank == 2
+        for key in "b" if is_late else "ab":
+            start(key)
+        assert events["b"].wait(SECONDS)
+        dist.barrier()
+        if is_late:
+            start("a")
+        assert events["a"].wait(SECONDS)
+    return done
+
+
+@pytest.mark.parametrize("name", ["ps", "ring"])
+@pytest.mark.parametrize("mode", ["none", "always"])
+def test_a_late_rank_holds_back_no_other_unit(pool: RankPool, name: str, mode: str) -> None:
+    assert pool.run(late_unit, 3, name, mode) == [["b", "a"]] * 3
