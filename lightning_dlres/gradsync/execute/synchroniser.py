@@ -27,8 +27,9 @@ class GradientSynchroniser:
         codecs: Codecs of the plan by name, with equal options on all ranks.
         mailbox: Messages to the other ranks.
         tracer: Gets a span for each task.
-        has_error_feedback: False drops what a rank did not send of its own gradient.
-        has_sum_feedback: False drops what was not sent of a sum.
+        has_error_feedback: False drops what a rank did not send of its own gradient, or of the sum
+            that it passes on in a ring.
+        has_sum_feedback: False drops what was not sent of a complete sum.
         coordinator: Link to the coordinator, on all ranks or on none.
         replay_from: First step that repeats the messages of the step before, without the
             coordinator; None asks it in every step.
@@ -123,15 +124,16 @@ class GradientSynchroniser:
             on_done: Called once, from another thread: with None, or with the error.
             loss_scale: Factor of the gradients, a power of two.
             has_data: False if this rank had no samples: its gradients are zero, and the residuals
-                of its own gradients stay unchanged.
+                of its own gradients stay unchanged. A ring still keeps the error of each hop.
         """
         options = StepOptions(
             step=step,
             rank=self._rank,
             world_size=self._world_size,
             loss_scale=loss_scale,
-            has_error_feedback=self._feedback[0] and has_data,
+            has_error_feedback=self._feedback[0],
             has_sum_feedback=self._feedback[1],
+            has_data=has_data,
         )
         runs = [
             UnitRun(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.plan.graph import Graph, Part, SyncTask, TaskKind
 from lightning_dlres.gradsync.plan.units import SyncUnit
@@ -23,8 +23,10 @@ class StepOptions:
         rank: This rank.
         world_size: Number of ranks.
         loss_scale: Factor of the gradients, a power of two. Residuals are in units without it.
-        has_error_feedback: False drops what a rank did not send of its own gradient.
-        has_sum_feedback: False drops what was not sent of a sum.
+        has_error_feedback: False drops what a rank did not send of its own gradient, or of the sum
+            that it passes on in a ring.
+        has_sum_feedback: False drops what was not sent of a complete sum.
+        has_data: False if the gradients of this rank are zero for lack of samples.
     """
 
     step: int
@@ -33,9 +35,10 @@ class StepOptions:
     loss_scale: float = 1.0
     has_error_feedback: bool = True
     has_sum_feedback: bool = True
+    has_data: bool = True
 
     def keeps_errors(self, part: Part) -> bool:
-        """Return True if the codec's state of a part is used."""
+        """Return True if what is not sent of a part is sent later."""
         return self.has_sum_feedback if part is Part.SUM else self.has_error_feedback
 
 
@@ -126,8 +129,11 @@ class UnitRun:
         scale = 1 / self.options.loss_scale if is_scaled else 1.0
         payload = torch.empty(self.payload_bytes(), dtype=torch.uint8, device=source.device)
         state = self._states.of(self.unit, part, self.codec, source.device)
-        if not self.options.keeps_errors(part):
+        if self._total is None and not self.options.has_data:
+            # Leave the state as it is. The hop of a ring without data needs it for the others' sum.
             state = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        elif RESIDUAL in state and not self.options.keeps_errors(part):
+            state = {**state, RESIDUAL: torch.zeros_like(state[RESIDUAL])}
         seed = zlib.crc32(
             repr((self.options.step, self.options.rank, self.unit.index, int(part))).encode()
         )
