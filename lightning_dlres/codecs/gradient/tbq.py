@@ -69,7 +69,8 @@ class ThresholdQuantisation(GradientCodec):
             adaptive.copy_((_AUTO_MULTIPLE * magnitude).nan_to_num(0.0))
         chosen = adaptive.clamp(min=torch.finfo(torch.float32).tiny)
         mean = threshold.encode(values, residual, payload, chosen, scale)
-        adaptive.copy_(_AUTO_MULTIPLE * mean)
+        # An infinite threshold would be no state to save, and would send nothing.
+        adaptive.copy_((_AUTO_MULTIPLE * mean).clamp(max=torch.finfo(torch.float32).max))
 
     @override
     def expand(
