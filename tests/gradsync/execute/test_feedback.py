@@ -199,6 +199,8 @@ def check_conservation(
 
 
 FLAGS = [(True, True), (True, False), (False, True), (False, False)]
+# Cases that run by default.
+DROPPING = [("tbq", True, False), ("tbq", False, True), ("dgc", False, False)]
 
 
 @pytest.mark.parametrize("topology", ["ps", "ring"])
@@ -208,9 +210,7 @@ FLAGS = [(True, True), (True, False), (False, True), (False, False)]
         pytest.param(
             name,
             *flags,
-            marks=[]
-            if name == "tbq" or (name == "dgc" and not flags[0])
-            else pytest.mark.exhaustive,
+            marks=[] if (name, *flags) in DROPPING else pytest.mark.exhaustive,
         )
         for name in CODECS
         for flags in FLAGS

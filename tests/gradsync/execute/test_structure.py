@@ -28,7 +28,7 @@ from tests.support.waiting import wait_until
 SECONDS = 20.0
 # No two units have equally many elements, so that a codec call tells its unit. Several messages
 # between two ranks are full.
-COUNTS = {"a": 20_000, "b": 9000, "c": 4000, "d": 301, "e": 2_500_000, "f": 1, "g": 1_700_000}
+COUNTS = {"a": 20_000, "b": 9000, "c": 4000, "d": 301, "e": 1_200_000, "f": 1, "g": 850_000}
 STEPS = 4
 LINKS = (Channel.SYNC_REPORT, Channel.SYNC_PLAN)
 
