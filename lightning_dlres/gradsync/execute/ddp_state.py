@@ -143,6 +143,11 @@ class GradientSyncState:
         return self._failure
 
     @property
+    def steps(self) -> int:
+        """Number of steps whose buckets were all given to the hook, earlier runs included."""
+        return self._step
+
+    @property
     def plan(self) -> SyncPlan | None:
         """Plan of the synchronisation; None before its first step."""
         return self._plan

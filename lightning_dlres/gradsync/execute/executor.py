@@ -36,6 +36,7 @@ from lightning_dlres.gradsync.execute.transmitters import (
     ReadySend,
     TransferItem,
     Transmitter,
+    sizes_of,
 )
 from lightning_dlres.gradsync.execute.unit_run import UnitRun
 from lightning_dlres.gradsync.plan.graph import Part, TaskKind
@@ -243,7 +244,7 @@ class SyncExecutor:
             [send.run.unit.index, int(send.part), payload.numel()]
             for send, payload in zip(sends, payloads, strict=True)
         ]
-        with self._tracer.span("send", "transfer", peer=destination, units=len(sends)):
+        with self._tracer.span("send", "transfer", peer=destination, **sizes_of(sends)):
             message = payloads[0] if len(payloads) == 1 else torch.cat(_aligned(payloads))
             self._mailbox.send(
                 destination, Channel.GRADIENT_SYNC, ("gradients",), [step, entries, message]
@@ -263,7 +264,9 @@ class SyncExecutor:
     def _receive(self, peer: int, item: Item) -> None:
         """Handle a message, or the error that ended the connection to a rank."""
         step, payloads = payloads_of(content_of(item, self._names[peer]), self._names[peer])
-        with self._tracer.span("receive", "transfer", peer=peer, units=len(payloads)):
+        nbytes = sum(payload.numel() for _, _, payload in payloads)
+        counts = {"units": len(payloads), "step": step, "nbytes": nbytes}
+        with self._tracer.span("receive", "transfer", peer=peer, **counts):
             for unit, part, payload in payloads:
                 with self._lock:
                     if self.failure is not None:

@@ -44,6 +44,17 @@ class ReadySend:
         return self.run.graph[self.task].part
 
 
+def sizes_of(sends: Sequence[ReadySend]) -> dict[str, int]:
+    """Return the figures of a message, for its span: number of units, step, bytes of the payloads,
+    and bytes of the gradients in them without compression."""
+    return {
+        "units": len(sends),
+        "step": sends[0].run.options.step,
+        "nbytes": sum(send.run.payload_bytes() for send in sends),
+        "raw_nbytes": sum(send.run.gradient_bytes() for send in sends),
+    }
+
+
 # Item of the queue of transfers.
 TransferItem = ReadySend | Transmission | LearnedPlan
 # Destination and payloads of a message.

@@ -85,8 +85,12 @@ class UnitRun:
     def payload_bytes(self) -> int:
         """Return the size of each of the unit's payloads."""
         if self.codec is None:
-            return self._gradient.numel() * self._gradient.element_size()
+            return self.gradient_bytes()
         return self.codec.payload_bytes(self.unit.count)
+
+    def gradient_bytes(self) -> int:
+        """Return the size of the unit's gradient without compression."""
+        return self._gradient.numel() * self._gradient.element_size()
 
     def missing_peers(self) -> list[int]:
         """Return the ranks whose payloads have not arrived."""

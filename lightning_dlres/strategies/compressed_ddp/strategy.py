@@ -29,7 +29,10 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
 from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance
+from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
+from lightning_dlres.strategies.compressed_ddp.report_sections import sync_sections
 from lightning_dlres.strategies.compressed_ddp.residuals import CHECKPOINT_KEY, gather_states
+from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder
 from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader
 from lightning_dlres.strategies.connection import Connection, require_script
 
@@ -122,6 +125,7 @@ class CompressedDDPStrategy(DDPStrategy):
         self._state = GradientSyncState(**self._sync_options)
         self._share_samples = _checked_shares(share_samples)
         self._balance: SpeedBalance | None = None
+        self._recorder = StepRecorder(self.tracer)
         self._connection: Connection | None = None
         self._loaded_states: list[Mapping[str, Any]] = []
         self._uneven_loaders: list[UnevenLoader] = []
@@ -138,6 +142,10 @@ class CompressedDDPStrategy(DDPStrategy):
     def tracer(self) -> Tracer:
         """Recorder of this rank's tasks as spans."""
         return self._state.tracer
+
+    def report_sections(self, run: MeasuredRun) -> ReportSections | None:
+        """Return the sections of `ResourceReport` on a run; None if no step was recorded."""
+        return sync_sections(self._state, run)
 
     @override
     def _configure_launcher(self) -> None:
@@ -203,7 +211,7 @@ class CompressedDDPStrategy(DDPStrategy):
         if self._loaded_states:
             state.load_state_dicts(self._loaded_states)
             self._loaded_states = []
-        self._state = state
+        self._state, self._recorder = state, StepRecorder(self.tracer)
         self.model.register_comm_hook(state, compressed_hook)
 
     @override
@@ -240,7 +248,8 @@ class CompressedDDPStrategy(DDPStrategy):
             except MisconfigurationException:
                 self._samples = 1
         self._step_started = time.perf_counter()
-        return super().training_step(*args, **kwargs)
+        with self._recorder.forward():
+            return super().training_step(*args, **kwargs)
 
     @override
     def backward(
@@ -250,7 +259,8 @@ class CompressedDDPStrategy(DDPStrategy):
         if self._uneven_loaders:
             closure_loss = closure_loss * self._weight()
         try:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            with self._recorder.backward(self._state, self._module):
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
         except Exception as error:
             failure = self._state.failure
             if failure is None or failure is error:

@@ -1,0 +1,1 @@
+"""Report of gradient synchronisation: figures of measured steps, and their timeline."""

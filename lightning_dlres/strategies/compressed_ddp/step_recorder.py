@@ -1,0 +1,103 @@
+"""Spans of each training step, and its figures for the Trainer's loggers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.report.rank_steps import BACKWARD, SYNC, WAIT, metrics, rank_steps
+from lightning_dlres.gradsync.report.residual_norm import residual_norm
+
+# Prefix of the names of logged figures.
+_PREFIX = "gradient_sync/"
+
+
+class StepRecorder:
+    """Records each training step of one rank, and logs its figures on rank 0.
+
+    A step ends with a backward that synchronises gradients. Every `log_every_n_steps` steps, the
+    Trainer's loggers get the means of the steps since the last entry, under the names of
+    `gradsync.report.rank_steps.metrics`.
+
+    Args:
+        tracer: Gets the spans.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        # Start of the current step; None between two steps.
+        self._start_ns: int | None = None
+        # Start of the last backward.
+        self._backward_ns = 0
+        self._logged_ns = time.perf_counter_ns()
+        self._residual_norm: float | None = None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Context manager that records a `training_step`."""
+        start_ns = time.perf_counter_ns()
+        if self._start_ns is None:
+            self._start_ns = start_ns
+        yield
+        if self._backward_ns < start_ns:
+            # With manual optimization, backward is part of it, and has a span of its own.
+            self._tracer.add("forward", "compute", start_ns, time.perf_counter_ns())
+
+    @contextmanager
+    def backward(self, state: GradientSyncState, module: LightningModule) -> Iterator[None]:
+        """Context manager that records a backward, and ends the step if it synchronises gradients.
+
+        Args:
+            state: State of the synchronisation.
+            module: Module whose gradients are synchronised.
+        """
+        start_ns = self._backward_ns = time.perf_counter_ns()
+        yield
+        end_ns = time.perf_counter_ns()
+        self._tracer.add(BACKWARD, "compute", start_ns, end_ns)
+        ready_ns = round(1e9 * state.last_ready)
+        if ready_ns < start_ns:
+            # Gradients are accumulated, and synchronised in a later backward.
+            return
+        interval = module.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        is_logged = interval > 0 and state.steps % interval == 0
+        if is_logged:
+            self._residual_norm = _residual_norm_of(state, module)
+        args = {} if self._residual_norm is None else {"residual_norm": self._residual_norm}
+        self._tracer.add(WAIT, SYNC, ready_ns, end_ns, step=state.steps - 1, **args)
+        step_start_ns = start_ns if self._start_ns is None else self._start_ns
+        self._tracer.add("step", "step", step_start_ns, end_ns, step=state.steps - 1)
+        self._start_ns = None
+        if is_logged:
+            self._log(module.trainer)
+
+    def _log(self, trainer: Trainer) -> None:
+        if not trainer.is_global_zero or not trainer.loggers:
+            return
+        # Newest first. The spans of a step may have begun before the last entry.
+        recent = takewhile(
+            lambda span: span.end_ns > self._logged_ns, reversed(self._tracer.spans())
+        )
+        steps = rank_steps(recent, is_cut=self._tracer.dropped > 0)
+        figures = {_PREFIX + name: value for name, value in metrics(steps).items()}
+        for logger in trainer.loggers if figures else []:
+            # The step under which Lightning logs the module's own figures of this batch.
+            logger.log_metrics(figures, step=trainer.global_step)
+        self._logged_ns = time.perf_counter_ns()
+
+
+def _residual_norm_of(state: GradientSyncState, module: LightningModule) -> float | None:
+    if state.plan is None or state.synchroniser is None:
+        return None
+    return residual_norm(
+        state.synchroniser.states.items(),
+        {name: parameter.grad for name, parameter in module.named_parameters()},
+        world_size=state.plan.world_size,
+        loss_scale=state.loss_scale,
+    )
