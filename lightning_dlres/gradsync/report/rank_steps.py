@@ -106,8 +106,8 @@ def rank_steps(spans: Iterable[Span], *, is_cut: bool = False) -> list[RankStep]
         # Tasks run between two ends of synchronisation. Only messages of a rank that is ahead
         # arrive before this rank has ended the step before; they have the number of their step.
         index = bisect_right(ends, span.start_ns)
-        if span.name == "receive" and index + 1 < len(waits):
-            index += span.args.get("step") == waits[index + 1].args.get("step")
+        if span.name == "receive" and index < len(waits):
+            index += span.args.get("step") not in (None, waits[index].args.get("step"))
         if index < len(waits):
             tasks[index].append(span)
     steps = [

@@ -35,7 +35,8 @@ class StepRecorder:
         self._start_ns: int | None = None
         # Start of the last backward.
         self._backward_ns = 0
-        self._logged_ns = time.perf_counter_ns()
+        # Start and end of the last logged step's synchronising backward.
+        self._logged_ns = (time.perf_counter_ns(),) * 2
         self._residual_norm: float | None = None
 
     @contextmanager
@@ -80,16 +81,19 @@ class StepRecorder:
     def _log(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero or not trainer.loggers:
             return
-        # Newest first. The spans of a step may have begun before the last entry.
-        recent = takewhile(
-            lambda span: span.end_ns > self._logged_ns, reversed(self._tracer.spans())
-        )
-        steps = rank_steps(recent, is_cut=self._tracer.dropped > 0)
+        since_ns, logged_ns = self._logged_ns
+        spans = self._tracer.spans()
+        # Newest first. Messages of other ranks may have come before the last logged step ended.
+        recent = takewhile(lambda span: span.end_ns > since_ns, reversed(spans))
+        is_cut = self._tracer.dropped > 0 and spans[0].end_ns > since_ns
+        steps = [s for s in rank_steps(recent, is_cut=is_cut) if s.end_ns > logged_ns]
+        if not steps:
+            return
         figures = {_PREFIX + name: value for name, value in metrics(steps).items()}
-        for logger in trainer.loggers if figures else []:
-            # The step under which Lightning logs the module's own figures of this batch.
+        for logger in trainer.loggers:
+            # Lightning logs the module's own figures of this batch under the same step.
             logger.log_metrics(figures, step=trainer.global_step)
-        self._logged_ns = time.perf_counter_ns()
+        self._logged_ns = steps[-1].start_ns, steps[-1].end_ns
 
 
 def _residual_norm_of(state: GradientSyncState, module: LightningModule) -> float | None:

@@ -30,7 +30,9 @@ def test_a_step_has_its_bytes_and_times() -> None:
 def test_a_message_that_arrives_early_belongs_to_its_own_step() -> None:
     spans = run_spans(3)[0]
     early = span("receive", "transfer", 37, 37.5, peer=1, step=2, nbytes=7)
-    assert [step.received_bytes for step in rank_steps([*spans, early])] == [50, 50, 57]
+    later = span("receive", "transfer", 57, 57.5, peer=1, step=3, nbytes=9)
+    steps = rank_steps([*spans, early, later])
+    assert [step.received_bytes for step in steps] == [50, 50, 57]
 
 
 def test_steps_with_equal_numbers_of_two_runs_are_kept_apart() -> None:

@@ -1,0 +1,99 @@
+"""Steps are logged once each, also after the tracer has dropped older spans."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder
+
+
+class Training:
+    """A training without a model, whose steps synchronise one message.
+
+    Attributes:
+        logged: Figures and step of each entry of the logger.
+    """
+
+    def __init__(self, capacity: int, interval: int) -> None:
+        self.logged: list[tuple[dict[str, float], int]] = []
+        self.tracer = Tracer(capacity)
+        self.recorder = StepRecorder(self.tracer)
+        self.state: Any = SimpleNamespace(ready_ns=0, steps=0, plan=None, synchroniser=None)
+        logger = SimpleNamespace(log_metrics=lambda f, step: self.logged.append((f, step)))
+        self.trainer = SimpleNamespace(
+            log_every_n_steps=interval, is_global_zero=True, loggers=[logger], global_step=0
+        )
+        self.module: Any = SimpleNamespace(trainer=self.trainer)
+
+    def step(self, nbytes: int, *, next_nbytes: int = 0, accumulates: bool = False) -> None:
+        """Run a step, in which a message of the next step may arrive, too."""
+        with self.recorder.forward():
+            pass
+        with self.recorder.backward(self.state, self.module):
+            if accumulates:
+                return
+            number = self.state.steps
+            self.state.ready_ns, self.state.steps = time.perf_counter_ns(), number + 1
+            sizes = {"peer": 1, "nbytes": nbytes}
+            with self.tracer.span("send", "transfer", step=number, raw_nbytes=nbytes, **sizes):
+                pass
+            if next_nbytes:
+                sizes["nbytes"] = next_nbytes
+                with self.tracer.span("receive", "transfer", step=number + 1, **sizes):
+                    pass
+        self.trainer.global_step += 1
+
+    @property
+    def megabytes(self) -> list[float]:
+        return [figures["gradient_sync/wire_mb"] for figures, _ in self.logged]
+
+
+@pytest.mark.parametrize("capacity", [5, 12, 1000])
+def test_every_step_is_logged_once(capacity: int) -> None:
+    training = Training(capacity, 1)
+    for number in range(8):
+        training.step(10**6 * number)
+    logged = list(range(8))
+    # If the tracer keeps a single step, nobody can tell that it is complete.
+    assert training.megabytes == (logged if capacity > 5 else logged[:1])
+    assert [step for _, step in training.logged] == logged[: len(training.logged)]
+
+
+def test_an_entry_is_the_mean_of_the_steps_since_the_last_one() -> None:
+    training = Training(1000, 3)
+    for number in range(7):
+        training.step(10**6 * number)
+    assert training.megabytes == [1, 4]
+    assert [step for _, step in training.logged] == [2, 5]
+
+
+def test_a_message_of_the_next_step_is_logged_with_it() -> None:
+    training = Training(1000, 1)
+    training.step(10**6, next_nbytes=5 * 10**6)
+    training.step(2 * 10**6)
+    assert training.megabytes == [1, 7]
+
+
+def test_accumulated_batches_are_one_step() -> None:
+    training = Training(1000, 1)
+    training.step(0, accumulates=True)
+    training.step(10**6)
+    assert training.megabytes == [1]
+    steps = [span for span in training.tracer.spans() if span.category == "step"]
+    forwards = [span for span in training.tracer.spans() if span.name == "forward"]
+    assert len(steps) == 1
+    assert len(forwards) == 2
+    assert steps[0].start_ns <= forwards[0].start_ns
+
+
+def test_nothing_is_logged_without_loggers_or_interval() -> None:
+    training = Training(1000, 0)
+    training.step(1)
+    training.trainer.log_every_n_steps, training.trainer.is_global_zero = 1, False
+    training.step(1)
+    assert not training.logged
