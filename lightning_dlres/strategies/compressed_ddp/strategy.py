@@ -28,8 +28,8 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
-from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
+from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance
 from lightning_dlres.strategies.compressed_ddp.report_sections import sync_sections
 from lightning_dlres.strategies.compressed_ddp.residuals import CHECKPOINT_KEY, gather_states
 from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder

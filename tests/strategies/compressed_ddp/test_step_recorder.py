@@ -23,7 +23,7 @@ class Training:
         self.logged: list[tuple[dict[str, float], int]] = []
         self.tracer = Tracer(capacity)
         self.recorder = StepRecorder(self.tracer)
-        self.state: Any = SimpleNamespace(ready_ns=0, steps=0, plan=None, synchroniser=None)
+        self.state: Any = SimpleNamespace(last_ready=0.0, steps=0, plan=None, synchroniser=None)
         logger = SimpleNamespace(log_metrics=lambda f, step: self.logged.append((f, step)))
         self.trainer = SimpleNamespace(
             log_every_n_steps=interval, is_global_zero=True, loggers=[logger], global_step=0
@@ -38,7 +38,7 @@ class Training:
             if accumulates:
                 return
             number = self.state.steps
-            self.state.ready_ns, self.state.steps = time.perf_counter_ns(), number + 1
+            self.state.last_ready, self.state.steps = time.perf_counter(), number + 1
             sizes = {"peer": 1, "nbytes": nbytes}
             with self.tracer.span("send", "transfer", step=number, raw_nbytes=nbytes, **sizes):
                 pass
