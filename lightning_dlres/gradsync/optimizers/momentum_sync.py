@@ -1,0 +1,300 @@
+"""Synchronisation of an optimizer's momentum over all ranks, with two-way error feedback.
+
+It is also the state of `momentum_hook`, which averages gradients in the warm-up only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.core.checks import finite, function, one_of, whole_number
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.gradsync.execute.session import (
+    SyncSession,
+    gloo_group,
+    gradient_codecs,
+    largest_of_ranks,
+)
+from lightning_dlres.gradsync.execute.states import CodecStates
+from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
+from lightning_dlres.gradsync.plan.graph import TOPOLOGIES, Part
+from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
+from lightning_dlres.gradsync.plan.units import GradientSpec, partitions_for
+from lightning_dlres.kernels.gradients.layout import BLOCK
+
+# Momenta are encoded as float32, whatever the parameter's dtype.
+_ELEMENT_BYTES = 4
+
+
+class MomentumSync:
+    """Replaces the momenta of all ranks by their means, which travel compressed.
+
+    Use one for each optimizer and its DistributedDataParallel module.
+
+    Args:
+        algorithm: Name of a gradient codec, or "raw" for uncompressed momenta.
+        codec_options: Keyword arguments of the codec.
+        topology: "ps" (parameter server) or "ring".
+        coordinator: "always" asks a coordinator on rank 0 when to send each payload; "none" sends
+            payloads as soon as they are ready.
+        min_bytes: Momenta with fewer bytes are not compressed.
+        timeout: Seconds that a rank waits for another.
+        check: Called while waiting; raises if a rank is known to have failed.
+
+    Attributes:
+        tracer: Spans of all tasks.
+        has_hook: True once `momentum_hook` has run.
+
+    Raises:
+        ConfigError: If an argument has a bad value.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: str = "onebit",
+        codec_options: Mapping[str, Any] | None = None,
+        topology: str = "ps",
+        coordinator: Literal["always", "none"] = "none",
+        min_bytes: int = 16 << 10,
+        timeout: float = 300.0,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self._algorithm = algorithm
+        self._codecs = gradient_codecs(algorithm, codec_options or {})
+        self._topology = one_of("topology", topology, TOPOLOGIES, "topology='ps'")
+        coordinator_choice = one_of(
+            "coordinator", coordinator, ("always", "none"), "coordinator='none'"
+        )
+        self._has_coordinator = coordinator_choice == "always"
+        self._min_bytes = whole_number("min_bytes", min_bytes, "min_bytes=0", least=0)
+        self._timeout = finite("timeout", timeout, "timeout=300", above=True)
+        function("check", check)
+        self._check = check or _no_check
+        self.tracer = Tracer()
+        self.has_hook = False
+        self._step = 0
+        # Parameters whose gradients stay local, by identity.
+        self._local: set[Tensor] = set()
+        self._specs: list[GradientSpec] = []
+        self._session: SyncSession | None = None
+        self._control: dist.ProcessGroup | None = None
+        self._saved: Mapping[str, Any] | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; 1 without a process group."""
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Error that ended the synchronisation; None while there is none."""
+        return None if self._session is None else self._session.synchroniser.failure
+
+    @property
+    def synchroniser(self) -> GradientSynchroniser | None:
+        """Engine, with the plan and the codec's states; None until momenta are synchronised."""
+        return None if self._session is None else self._session.synchroniser
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Start to average the gradients of a bucket, or keep them; return its future buffer.
+
+        They are kept if the optimizer synchronises the momenta of all their parameters. A bucket
+        with other parameters is averaged: the mean of equal gradients is correct for both.
+        """
+        self.has_hook = True
+        buffer = bucket.buffer()
+        if all(parameter in self._local for parameter in bucket.parameters()):
+            future: Future[Tensor] = Future()
+            future.set_result(buffer)
+            return future
+        # This is the arithmetic of DDP without a hook.
+        work = dist.all_reduce(buffer.mul_(1 / self.world_size), async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+
+    def take_over(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Keep the gradients of these parameters local from now on, instead of averaging them.
+
+        Args:
+            parameters: Names and parameters, in the same order on all ranks.
+        """
+        for name, parameter in parameters:
+            self._local.add(parameter)
+            self._specs.append(GradientSpec(name=name, count=parameter.numel()))
+
+    def release(self) -> None:
+        """Average all gradients again, as before `take_over`.
+
+        After momenta have been synchronised, all ranks call it together.
+        """
+        self.close()
+        self._local.clear()
+        self._specs.clear()
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """Return True for each flag that is set on any rank; called by all ranks.
+
+        Raises:
+            PeerError: If a rank is lost or late.
+        """
+        if self.world_size == 1:
+            return list(flags)
+        if self._control is None:
+            self._control = gloo_group()
+        values = torch.tensor(flags, dtype=torch.uint8)
+        largest_of_ranks(values, self._control, self._timeout, self._check)
+        return [bool(value) for value in values]
+
+    def average(self, momenta: Mapping[str, Tensor]) -> None:
+        """Replace momenta by their means over all ranks; called by all ranks.
+
+        Args:
+            momenta: Flat contiguous momenta by the names given to `take_over`; the same names on
+                all ranks.
+
+        Raises:
+            PeerError: If a rank is lost or late. The momenta are then undefined.
+        """
+        if self.world_size == 1 or not momenta:
+            return
+        if self._session is None:
+            self._session = self._open(next(iter(momenta.values())).device)
+        self._session.synchroniser.run(self._step, momenta)
+        self._step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank has not sent yet, as numbers, strings and tensors.
+
+        Every rank has its own. The tensors are not copied: save them before the next step.
+        """
+        if self._session is None:
+            return {} if self._saved is None else dict(self._saved)
+        synchroniser = self._session.synchroniser
+        return {
+            "step": self._step,
+            "world_size": synchroniser.plan.world_size,
+            "rank": dist.get_rank(),
+            "units": [
+                {
+                    "gradient": name,
+                    "start": start,
+                    "stop": stop,
+                    "part": int(part),
+                    "tensors": dict(state),
+                }
+                for (name, start, stop, part), state in synchroniser.states.items().items()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of this rank in an earlier run.
+
+        Without it, training goes on, but what was not sent is lost. After momenta have been
+        synchronised, all ranks call it together. The next `average` raises ConfigError if the state
+        belongs to another rank, number of ranks or plan.
+
+        Args:
+            state: Result of `state_dict` on this rank.
+        """
+        self.close()
+        self._saved = state or None
+        self._step = state.get("step", 0)
+
+    def close(self) -> None:
+        """End the threads. All ranks call it together, unless one has failed.
+
+        Raises:
+            PeerError: If a rank does not call it in time.
+        """
+        failure = self.failure
+        if self._session is not None:
+            if failure is None:
+                # The last messages of other ranks may still need the coordinator, or pass this
+                # rank.
+                self.agree([False])
+            self._session.close()
+        if self._control is not None and failure is None:
+            dist.destroy_process_group(self._control)
+        self._session = self._control = None
+
+    def _open(self, device: torch.device) -> SyncSession:
+        """Connect the ranks; called by all of them together."""
+        choices = [self._choose(spec) for spec in self._specs]
+        plan = make_plan(
+            self._specs,
+            choices,
+            world_size=self.world_size,
+            topology=self._topology,
+            alignment=BLOCK,
+        )
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            _check_plan(saved, plan, dist.get_rank())
+        session = SyncSession(
+            plan,
+            self._codecs,
+            has_coordinator=self._has_coordinator,
+            timeout=self._timeout,
+            check=self._check,
+            tracer=self.tracer,
+        )
+        if saved is not None:
+            _restore(saved, plan, self._codecs, device, session.synchroniser.states)
+        return session
+
+    def _choose(self, spec: GradientSpec) -> CodecChoice:
+        """Return the codec and the partitions of a momentum."""
+        is_raw = self._algorithm == RAW or _ELEMENT_BYTES * spec.count < self._min_bytes
+        codec = RAW if is_raw else self._algorithm
+        partitions = 1
+        if is_raw or self._codecs[codec].is_divisible:
+            total = sum(other.count for other in self._specs)
+            partitions = partitions_for(spec.count, total, self.world_size)
+        return CodecChoice(codec=codec, partitions=partitions)
+
+
+def _check_plan(saved: Mapping[str, Any], plan: SyncPlan, rank: int) -> None:
+    """Raise unless saved states belong to this rank and to the units of a plan."""
+    place, expected = (saved["rank"], saved["world_size"]), (rank, plan.world_size)
+    if place != expected:
+        raise ConfigError(
+            f"state must be that of rank {rank} of {plan.world_size}, got that of rank {place[0]} "
+            f"of {place[1]}. Load no state after a change of the number of ranks."
+        )
+    units = {(unit.gradient, unit.start, unit.stop) for unit in plan.units}
+    for entry in saved["units"]:
+        if (entry["gradient"], entry["start"], entry["stop"]) not in units:
+            raise ConfigError(
+                f"state must have the units of this run's plan, got elements {entry['start']} to "
+                f"{entry['stop']} of {entry['gradient']!r}. Use the options of the earlier run."
+            )
+
+
+def _restore(
+    saved: Mapping[str, Any],
+    plan: SyncPlan,
+    codecs: Mapping[str, GradientCodec],
+    device: torch.device,
+    states: CodecStates,
+) -> None:
+    """Fill the new states of this rank with saved ones."""
+    units = {(unit.gradient, unit.start, unit.stop): unit for unit in plan.units}
+    for entry in saved["units"]:
+        unit = units[entry["gradient"], entry["start"], entry["stop"]]
+        state = states.of(unit, Part(entry["part"]), codecs[unit.codec], device)
+        for name, tensor in entry["tensors"].items():
+            state[name].copy_(tensor)
+
+
+def _no_check() -> None:
+    """Do nothing: no other part of the program watches the ranks."""
