@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_dlres.codecs import base as registry
 from lightning_dlres.codecs.gradient import GradientCodec
@@ -84,13 +84,13 @@ def gloo_group() -> dist.ProcessGroup:
     return group
 
 
-def largest_of_ranks(
-    values: Tensor, group: dist.ProcessGroup, timeout: float, check: Callable[[], None]
-) -> None:
-    """Replace each element by the largest one of all ranks; called by all of them.
+def all_ranks_agree(
+    flag: bool, group: dist.ProcessGroup, timeout: float, check: Callable[[], None]
+) -> bool:
+    """Return True if the flag is set on all ranks; called by all of them.
 
     Args:
-        values: Tensor on the CPU, of equal size on all ranks.
+        flag: Flag of this rank.
         group: Gloo group of all ranks.
         timeout: Deadline in seconds.
         check: Called while waiting; raises if a rank is known to have failed.
@@ -99,8 +99,10 @@ def largest_of_ranks(
         PeerTimeoutError: If some rank does not take part in time.
         PeerLostError: If a rank has failed, or its connection broke.
     """
-    work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    value = torch.tensor([int(flag)])
+    work = dist.all_reduce(value, op=dist.ReduceOp.MIN, group=group, async_op=True)
     wait_for_collective(work, "the other ranks", timeout, check)
+    return bool(value)
 
 
 def gradient_codecs(algorithm: str, options: Mapping[str, Any]) -> dict[str, GradientCodec]:

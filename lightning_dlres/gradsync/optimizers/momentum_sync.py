@@ -16,13 +16,13 @@ from torch.futures import Future
 
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.checks import finite, function, one_of, whole_number
-from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.errors import ConfigError, PeerError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.session import (
     SyncSession,
+    all_ranks_agree,
     gloo_group,
     gradient_codecs,
-    largest_of_ranks,
 )
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
@@ -33,6 +33,8 @@ from lightning_dlres.kernels.gradients.layout import BLOCK
 
 # Momenta are encoded as float32, whatever the parameter's dtype.
 _ELEMENT_BYTES = 4
+# Name of the flags of a step. They travel like a momentum, so that an error names the late rank.
+_FLAGS = "flags"
 
 
 class MomentumSync:
@@ -86,8 +88,10 @@ class MomentumSync:
         # Parameters whose gradients stay local, by identity.
         self._local: set[Tensor] = set()
         self._specs: list[GradientSpec] = []
+        self._devices: dict[str, torch.device] = {}
         self._session: SyncSession | None = None
         self._control: dist.ProcessGroup | None = None
+        self._failure: BaseException | None = None
         self._saved: Mapping[str, Any] | None = None
 
     @property
@@ -98,7 +102,8 @@ class MomentumSync:
     @property
     def failure(self) -> BaseException | None:
         """Error that ended the synchronisation; None while there is none."""
-        return None if self._session is None else self._session.synchroniser.failure
+        engine = self.synchroniser
+        return self._failure if engine is None else engine.failure
 
     @property
     def synchroniser(self) -> GradientSynchroniser | None:
@@ -131,6 +136,7 @@ class MomentumSync:
         for name, parameter in parameters:
             self._local.add(parameter)
             self._specs.append(GradientSpec(name=name, count=parameter.numel()))
+            self._devices[name] = parameter.device
 
     def release(self) -> None:
         """Average all gradients again, as before `take_over`.
@@ -138,25 +144,47 @@ class MomentumSync:
         After momenta have been synchronised, all ranks call it together.
         """
         self.close()
-        self._local.clear()
-        self._specs.clear()
+        for collection in (self._local, self._specs, self._devices):
+            collection.clear()
 
-    def agree(self, flags: Sequence[bool]) -> list[bool]:
-        """Return True for each flag that is set on any rank; called by all ranks.
+    def agree(self, flag: bool) -> bool:
+        """Return True if the flag is set on all ranks; called by all of them.
+
+        Raises:
+            PeerError: If a rank is lost or late.
+        """
+        if self.world_size == 1:
+            return flag
+        if self._control is None:
+            self._control = gloo_group()
+        try:
+            return all_ranks_agree(flag, self._control, self._timeout, self._check)
+        except PeerError as error:
+            self._failure = error
+            raise
+
+    def begin_step(self, flags: Sequence[bool]) -> list[bool]:
+        """Begin a step of all ranks; return True for each flag that is set on any rank.
+
+        Args:
+            flags: One flag for the step, and one for each parameter given to `take_over`.
 
         Raises:
             PeerError: If a rank is lost or late.
         """
         if self.world_size == 1:
             return list(flags)
-        if self._control is None:
-            self._control = gloo_group()
-        values = torch.tensor(flags, dtype=torch.uint8)
-        largest_of_ranks(values, self._control, self._timeout, self._check)
-        return [bool(value) for value in values]
+        if self._session is None:
+            self._session = self._open()
+        # Every step has a number of its own, also if it is skipped: a rank may begin the next one
+        # while others have not finished this one.
+        self._step += 1
+        values = torch.tensor(flags, dtype=torch.float32)
+        self._session.synchroniser.run(self._step, {_FLAGS: values})
+        return [bool(value) for value in values > 0]
 
     def average(self, momenta: Mapping[str, Tensor]) -> None:
-        """Replace momenta by their means over all ranks; called by all ranks.
+        """Replace momenta by their means over all ranks; called by all ranks after `begin_step`.
 
         Args:
             momenta: Flat contiguous momenta by the names given to `take_over`; the same names on
@@ -165,12 +193,8 @@ class MomentumSync:
         Raises:
             PeerError: If a rank is lost or late. The momenta are then undefined.
         """
-        if self.world_size == 1 or not momenta:
-            return
-        if self._session is None:
-            self._session = self._open(next(iter(momenta.values())).device)
-        self._session.synchroniser.run(self._step, momenta)
-        self._step += 1
+        if self._session is not None:
+            self._session.synchroniser.run(self._step, momenta)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank has not sent yet, as numbers, strings and tensors.
@@ -200,8 +224,8 @@ class MomentumSync:
         """Continue from the state of this rank in an earlier run.
 
         Without it, training goes on, but what was not sent is lost. After momenta have been
-        synchronised, all ranks call it together. The next `average` raises ConfigError if the state
-        belongs to another rank, number of ranks or plan.
+        synchronised, all ranks call it together. The next `begin_step` raises ConfigError if the
+        state belongs to another rank, number of ranks or plan.
 
         Args:
             state: Result of `state_dict` on this rank.
@@ -221,18 +245,19 @@ class MomentumSync:
             if failure is None:
                 # The last messages of other ranks may still need the coordinator, or pass this
                 # rank.
-                self.agree([False])
+                self.agree(True)
             self._session.close()
         if self._control is not None and failure is None:
             dist.destroy_process_group(self._control)
         self._session = self._control = None
 
-    def _open(self, device: torch.device) -> SyncSession:
+    def _open(self) -> SyncSession:
         """Connect the ranks; called by all of them together."""
         choices = [self._choose(spec) for spec in self._specs]
+        flags = GradientSpec(name=_FLAGS, count=1 + len(self._specs))
         plan = make_plan(
-            self._specs,
-            choices,
+            [*self._specs, flags],
+            [*choices, CodecChoice(codec=RAW, partitions=1)],
             world_size=self.world_size,
             topology=self._topology,
             alignment=BLOCK,
@@ -249,7 +274,7 @@ class MomentumSync:
             tracer=self.tracer,
         )
         if saved is not None:
-            _restore(saved, plan, self._codecs, device, session.synchroniser.states)
+            _restore(saved, plan, self._codecs, self._devices, session.synchroniser.states)
         return session
 
     def _choose(self, spec: GradientSpec) -> CodecChoice:
@@ -284,13 +309,14 @@ def _restore(
     saved: Mapping[str, Any],
     plan: SyncPlan,
     codecs: Mapping[str, GradientCodec],
-    device: torch.device,
+    devices: Mapping[str, torch.device],
     states: CodecStates,
 ) -> None:
     """Fill the new states of this rank with saved ones."""
     units = {(unit.gradient, unit.start, unit.stop): unit for unit in plan.units}
     for entry in saved["units"]:
         unit = units[entry["gradient"], entry["start"], entry["stop"]]
+        device = devices[unit.gradient]
         state = states.of(unit, Part(entry["part"]), codecs[unit.codec], device)
         for name, tensor in entry["tensors"].items():
             state[name].copy_(tensor)

@@ -150,7 +150,7 @@ class OneBitAdam(torch.optim.Optimizer):
         frozen = [entry for entry in entries if _FROZEN in self.state.get(entry[1], {})]
         if frozen:
             has_gradient = [parameter.grad is not None for _, parameter, _ in frozen]
-            is_unusable, *has_gradient = self.sync.agree([not is_usable, *has_gradient])
+            is_unusable, *has_gradient = self.sync.begin_step([not is_usable, *has_gradient])
             is_usable = not is_unusable
             frozen = [entry for entry, has in zip(frozen, has_gradient, strict=True) if has]
         if not is_usable:
@@ -284,7 +284,7 @@ class OneBitAdam(torch.optim.Optimizer):
         norms = [state["exp_avg_sq"].sum(dtype=torch.float32) for state in self.state.values()]
         is_stable = self._rule.add(math.fsum(map(float, norms)))
         # Unlike machines may round the norm in other ways.
-        return not self.sync.agree([not is_stable])[0]
+        return self.sync.agree(is_stable)
 
     def _freeze(self) -> None:
         """End the warm-up: keep the unbiased variance, and synchronise momenta from now on."""

@@ -1,8 +1,9 @@
-"""Slow definition of 1-bit Adam in NumPy: all ranks in one loop, float64, two-way error feedback."""
+"""Slow definition of 1-bit Adam in NumPy: all ranks in one loop, with two-way error feedback."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +70,7 @@ class OneBitAdamOracle:
             if self.is_ring:
                 order = [(owner + i) % self.world_size for i in range(self.world_size)]
                 total = parts[order[0]]
-                for rank, following in zip(order, order[1:], strict=False):
+                for rank, following in pairwise(order):
                     total = self.sent(name, start, rank, total) + parts[following]
             else:
                 # The owner has its own part without any error.

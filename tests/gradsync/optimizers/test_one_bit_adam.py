@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -154,7 +153,7 @@ def test_one_process_trains_as_adamw_does() -> None:
             loss.backward()
             return loss
 
-        losses = [float(optimizer.step(closure)) for _ in range(6)]
+        losses = [float(optimizer.step(closure).detach()) for _ in range(6)]
         results.append((losses, model.state_dict()))
     assert results[0][0] == results[1][0]
     assert equal(results[0][1], results[1][1])
@@ -175,6 +174,7 @@ def train(
     units = [
         (unit.gradient, unit.start, unit.stop, unit.owner, unit.codec)
         for unit in run.sync.synchroniser.plan.units
+        if unit.gradient != "flags"
     ]
     run.sync.close()
     return snapshots, residuals, units
@@ -187,7 +187,7 @@ NAMES = {f"parameter {i}": name for i, name in enumerate(("bias", "scalar", "lar
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("algorithm", "topology", "tolerance"),
-    [("raw", "ps", 1e-6), ("raw", "ring", 1e-6), ("onebit", "ps", 1e-4), ("onebit", "ring", 1e-4)],
+    [("raw", "ps", 4e-6), ("raw", "ring", 4e-6), ("onebit", "ps", 1e-4), ("onebit", "ring", 1e-4)],
 )
 def test_training_is_that_of_the_slow_definition(
     pool: RankPool, world_size: int, algorithm: str, topology: str, tolerance: float
@@ -195,7 +195,9 @@ def test_training_is_that_of_the_slow_definition(
     steps, freeze_step = 9, 4
     options = {"algorithm": algorithm, "topology": topology}
     results = pool.run(train, world_size, steps, freeze_step, options)
-    assert all(equal(a, b) for other in results[1:] for a, b in zip(results[0][0], other[0]))
+    assert all(
+        equal(a, b) for other in results[1:] for a, b in zip(results[0][0], other[0], strict=True)
+    )
     partitions: dict[str, list[tuple[int, int, int, bool]]] = {name: [] for name in SIZES}
     for gradient, start, stop, owner, codec in results[0][2]:
         partitions[NAMES[gradient]].append((start, stop, owner, codec != "raw"))
@@ -416,6 +418,7 @@ def train_with_scaler(context: RankContext, scale: float) -> dict[str, Tensor]:
         if step == 3:
             scaler.unscale_(run.optimizer)
         scaler.step(run.optimizer)
+        scaler.update()
     run.sync.close()
     return run.snapshot()
 
