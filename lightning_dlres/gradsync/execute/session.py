@@ -16,6 +16,7 @@ from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
+from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 
@@ -28,6 +29,7 @@ class SyncSession:
     Args:
         plan: Plan, the same on all ranks.
         codecs: Codecs of the plan by name, with equal options on all ranks.
+        states: States of this rank's codecs.
         has_coordinator: True asks a coordinator on rank 0 when to send each payload.
         timeout: Seconds that a rank waits for another.
         check: Called while waiting; raises if a rank is known to have failed.
@@ -42,6 +44,7 @@ class SyncSession:
         plan: SyncPlan,
         codecs: Mapping[str, GradientCodec],
         *,
+        states: CodecStates,
         has_coordinator: bool,
         timeout: float,
         check: Callable[[], None],
@@ -64,6 +67,7 @@ class SyncSession:
             codecs,
             self._mailbox,
             tracer,
+            states=states,
             coordinator=CoordinatorLink(self._mailbox) if has_coordinator else None,
         )
 

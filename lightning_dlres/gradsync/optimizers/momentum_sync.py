@@ -5,6 +5,7 @@ It is also the state of `momentum_hook`, which averages gradients in the warm-up
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,10 +15,10 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.checks import finite, function, one_of, whole_number
-from lightning_dlres.core.errors import ConfigError, PeerError
+from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
 from lightning_dlres.core.trace import Tracer
+from lightning_dlres.gradsync.execute.saved_states import restore_states, save_states, unsent_mean
 from lightning_dlres.gradsync.execute.session import (
     SyncSession,
     all_ranks_agree,
@@ -26,7 +27,7 @@ from lightning_dlres.gradsync.execute.session import (
 )
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
-from lightning_dlres.gradsync.plan.graph import TOPOLOGIES, Part
+from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec, partitions_for
 from lightning_dlres.kernels.gradients.layout import BLOCK
@@ -88,11 +89,11 @@ class MomentumSync:
         # Parameters whose gradients stay local, by identity.
         self._local: set[Tensor] = set()
         self._specs: list[GradientSpec] = []
-        self._devices: dict[str, torch.device] = {}
+        self._device = torch.device("cpu")
         self._session: SyncSession | None = None
         self._control: dist.ProcessGroup | None = None
         self._failure: BaseException | None = None
-        self._saved: Mapping[str, Any] | None = None
+        self._saved: list[Mapping[str, Any]] = []
 
     @property
     def world_size(self) -> int:
@@ -136,7 +137,7 @@ class MomentumSync:
         for name, parameter in parameters:
             self._local.add(parameter)
             self._specs.append(GradientSpec(name=name, count=parameter.numel()))
-            self._devices[name] = parameter.device
+            self._device = parameter.device
 
     def release(self) -> None:
         """Average all gradients again, as before `take_over`.
@@ -144,8 +145,8 @@ class MomentumSync:
         After momenta have been synchronised, all ranks call it together.
         """
         self.close()
-        for collection in (self._local, self._specs, self._devices):
-            collection.clear()
+        self._local.clear()
+        self._specs.clear()
 
     def agree(self, flag: bool) -> bool:
         """Return True if the flag is set on all ranks; called by all of them.
@@ -195,44 +196,46 @@ class MomentumSync:
         """
         if self._session is not None:
             self._session.synchroniser.run(self._step, momenta)
+            return
+        # A single rank sends nothing, and owes what the ranks of an earlier run have not sent.
+        saved, self._saved = self._saved, []
+        if saved:
+            for name, momentum in momenta.items():
+                spec = GradientSpec(name=name, count=momentum.numel())
+                momentum.add_(unsent_mean(saved, spec).to(momentum))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank has not sent yet, as numbers, strings and tensors.
 
         Every rank has its own. The tensors are not copied: save them before the next step.
         """
-        if self._session is None:
-            return {} if self._saved is None else dict(self._saved)
-        synchroniser = self._session.synchroniser
-        return {
-            "step": self._step,
-            "world_size": synchroniser.plan.world_size,
-            "rank": dist.get_rank(),
-            "units": [
-                {
-                    "gradient": name,
-                    "start": start,
-                    "stop": stop,
-                    "part": int(part),
-                    "tensors": dict(state),
-                }
-                for (name, start, stop, part), state in synchroniser.states.items().items()
-            ],
-        }
+        engine = self.synchroniser
+        if engine is None:
+            return {"step": self._step, "algorithm": self._algorithm}
+        units = save_states(engine.states, engine.plan)
+        return {"step": self._step, "algorithm": self._algorithm, **units}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of this rank in an earlier run.
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from the states of all ranks of an earlier run.
 
-        Without it, training goes on, but what was not sent is lost. After momenta have been
-        synchronised, all ranks call it together. The next `begin_step` raises ConfigError if the
-        state belongs to another rank, number of ranks or plan.
+        With the same plan, this rank continues exactly. After a change of the plan or of the number
+        of ranks, residuals are shared out again, and a warning says so. Without this method,
+        training goes on, but what was not sent is lost. After momenta have been synchronised, all
+        ranks call it together.
 
         Args:
-            state: Result of `state_dict` on this rank.
+            states: Results of `state_dict`, by rank.
+
+        Raises:
+            ConfigError: If there is no state.
         """
+        if not states:
+            raise ConfigError(
+                got_expected("states", [], "the states of all ranks", "states=[state of rank 0]")
+            )
         self.close()
-        self._saved = state or None
-        self._step = state.get("step", 0)
+        self._step = states[0]["step"]
+        self._saved = [one for one in states if "units" in one]
 
     def close(self) -> None:
         """End the threads. All ranks call it together, unless one has failed.
@@ -262,20 +265,36 @@ class MomentumSync:
             topology=self._topology,
             alignment=BLOCK,
         )
-        saved, self._saved = self._saved, None
-        if saved is not None:
-            _check_plan(saved, plan, dist.get_rank())
-        session = SyncSession(
+        return SyncSession(
             plan,
             self._codecs,
+            states=self._restored(plan),
             has_coordinator=self._has_coordinator,
             timeout=self._timeout,
             check=self._check,
             tracer=self.tracer,
         )
-        if saved is not None:
-            _restore(saved, plan, self._codecs, self._devices, session.synchroniser.states)
-        return session
+
+    def _restored(self, plan: SyncPlan) -> CodecStates:
+        """Return the states of an earlier run, or new ones."""
+        states = CodecStates()
+        saved, self._saved = self._saved, []
+        if not saved:
+            return states
+        dropped = restore_states(saved, plan, self._codecs, dist.get_rank(), self._device, states)
+        if len(saved) != plan.world_size:
+            warnings.warn(
+                f"The checkpoint has residuals of {len(saved)} ranks, and this run has "
+                f"{plan.world_size}: they were shared out again.",
+                stacklevel=2,
+            )
+        if dropped:
+            warnings.warn(
+                f"The checkpoint's residuals of {dropped} were dropped, because these momenta "
+                "have another codec or size now.",
+                stacklevel=2,
+            )
+        return states
 
     def _choose(self, spec: GradientSpec) -> CodecChoice:
         """Return the codec and the partitions of a momentum."""
@@ -286,40 +305,6 @@ class MomentumSync:
             total = sum(other.count for other in self._specs)
             partitions = partitions_for(spec.count, total, self.world_size)
         return CodecChoice(codec=codec, partitions=partitions)
-
-
-def _check_plan(saved: Mapping[str, Any], plan: SyncPlan, rank: int) -> None:
-    """Raise unless saved states belong to this rank and to the units of a plan."""
-    place, expected = (saved["rank"], saved["world_size"]), (rank, plan.world_size)
-    if place != expected:
-        raise ConfigError(
-            f"state must be that of rank {rank} of {plan.world_size}, got that of rank {place[0]} "
-            f"of {place[1]}. Load no state after a change of the number of ranks."
-        )
-    units = {(unit.gradient, unit.start, unit.stop) for unit in plan.units}
-    for entry in saved["units"]:
-        if (entry["gradient"], entry["start"], entry["stop"]) not in units:
-            raise ConfigError(
-                f"state must have the units of this run's plan, got elements {entry['start']} to "
-                f"{entry['stop']} of {entry['gradient']!r}. Use the options of the earlier run."
-            )
-
-
-def _restore(
-    saved: Mapping[str, Any],
-    plan: SyncPlan,
-    codecs: Mapping[str, GradientCodec],
-    devices: Mapping[str, torch.device],
-    states: CodecStates,
-) -> None:
-    """Fill the new states of this rank with saved ones."""
-    units = {(unit.gradient, unit.start, unit.stop): unit for unit in plan.units}
-    for entry in saved["units"]:
-        unit = units[entry["gradient"], entry["start"], entry["stop"]]
-        device = devices[unit.gradient]
-        state = states.of(unit, Part(entry["part"]), codecs[unit.codec], device)
-        for name, tensor in entry["tensors"].items():
-            state[name].copy_(tensor)
 
 
 def _no_check() -> None:

@@ -172,7 +172,7 @@ class OneBitAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from the state of a OneBitAdam or a `torch.optim.AdamW`.
 
-        What has not been sent is forgotten; see `sync.load_state_dict`. After the warm-up, all
+        What has not been sent is forgotten; see `sync.load_state_dicts`. After the warm-up, all
         ranks call this method together.
         """
         self.sync.release()

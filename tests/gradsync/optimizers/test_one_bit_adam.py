@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ class Run:
         if self.sync.synchroniser is None:
             return {}
         states = self.sync.synchroniser.states.items()
-        return {key: state[RESIDUAL].clone() for key, state in states.items()}
+        return {key: state[RESIDUAL].clone() for key, state in states.items() if state}
 
 
 def equal(one: dict[Any, Tensor], other: dict[Any, Tensor]) -> bool:
@@ -265,33 +266,39 @@ def test_no_momentum_is_lost(pool: RankPool, topology: str, algorithm: str) -> N
         assert (SIZES[name] > 4096) == bool(unsent.any())
 
 
+def save(context: RankContext, run: Run) -> None:
+    saved = [run.model.state_dict(), run.optimizer.state_dict(), run.sync.state_dict()]
+    torch.save(saved, context.tmp / f"{context.rank}.pt")
+    dist.barrier()
+
+
+def load(context: RankContext, run: Run) -> None:
+    files = [context.tmp / f"{rank}.pt" for rank in range(context.world_size)]
+    saved = [torch.load(file, weights_only=True) for file in files]
+    run.model.load_state_dict(saved[context.rank][0])
+    run.optimizer.load_state_dict(saved[context.rank][1])
+    run.sync.load_state_dicts([sync for _, _, sync in saved])
+
+
 def resume(
     context: RankContext, saved_after: int, steps: int, freeze_step: Any, options: dict[str, Any]
-) -> list[dict[str, Tensor]]:
-    """Return snapshots of the last steps: of one run, and of a second that begins in its middle."""
+) -> list[dict[Any, Tensor]]:
+    """Return the ends of three runs: one as a whole, one from its middle, one that goes back."""
     context.init_process_group()
-    first = Run(context, freeze_step, **options)
+    first, second = Run(context, freeze_step, **options), Run(context, freeze_step, **options)
     for step in range(saved_after):
         first.step(step)
-    saved = copy.deepcopy(
-        [first.model.state_dict(), first.optimizer.state_dict(), first.sync.state_dict()]
-    )
-    torch.save(saved, context.tmp / f"{context.rank}.pt")
-    for step in range(saved_after, steps):
-        first.step(step)
-    first.sync.close()
-    second = Run(context, freeze_step, **options)
-    weights, optimizer, sync = torch.load(context.tmp / f"{context.rank}.pt", weights_only=True)
-    second.model.load_state_dict(weights)
-    second.optimizer.load_state_dict(optimizer)
-    second.sync.load_state_dict(sync)
-    # A checkpoint that is written at once has all that was loaded.
-    assert second.sync.state_dict().keys() == sync.keys()
-    for step in range(saved_after, steps):
-        second.step(step)
-    assert equal(first.residuals(), {}) or equal(first.residuals(), second.residuals())
-    second.sync.close()
-    return [first.snapshot(), second.snapshot()]
+    save(context, first)
+    load(context, second)
+    ends = []
+    for run in (first, second, second):
+        for step in range(saved_after, steps):
+            run.step(step)
+        ends.append({**run.snapshot(), **run.residuals()})
+        load(context, second)
+    for run in (first, second):
+        run.sync.close()
+    return ends
 
 
 @pytest.mark.parametrize(
@@ -303,8 +310,9 @@ def test_training_resumes_bit_for_bit(
 ) -> None:
     options = {"algorithm": algorithm, "dtypes": {"weight": torch.bfloat16}}
     steps = saved_after + (24 if freeze_step == "auto" else 3)
-    for first, second in pool.run(resume, 2, saved_after, steps, freeze_step, options):
+    for first, second, third in pool.run(resume, 2, saved_after, steps, freeze_step, options):
         assert equal(first, second)
+        assert equal(first, third)
         assert "large is_frozen" in first
 
 
@@ -488,6 +496,7 @@ def lose_a_rank(context: RankContext) -> str:
 def test_a_lost_rank_is_an_error(pool: RankPool) -> None:
     message = pool.run(lose_a_rank, 2)[0]
     assert message.startswith("Peer")
+    assert "rank 1" in message
 
 
 def train_without_hook(context: RankContext) -> list[str]:
@@ -505,25 +514,56 @@ def test_a_forgotten_hook_is_named(pool: RankPool) -> None:
     assert all(len(messages) == 1 for messages in pool.run(train_without_hook, 2))
 
 
-def resume_elsewhere(context: RankContext) -> str:
+def train_before(context: RankContext) -> list[Any]:
+    """Return the state of a run, the residuals, and what is needed to check the next step."""
     context.init_process_group()
-    first = Run(context, 1)
-    for step in range(3):
-        first.step(step)
-    saved = first.sync.state_dict()
-    first.sync.close()
-    second = Run(context, 1)
-    second.sync.load_state_dict({**saved, "world_size": 3})
-    second.step(0)
-    with pytest.raises(ConfigError) as error:
-        second.step(1)
-    dist.barrier()
-    return str(error.value)
+    run = Run(context, 1)
+    for step in range(4):
+        run.step(step)
+    saved = [run.model.state_dict(), run.optimizer.state_dict(), run.sync.state_dict()]
+    result = copy.deepcopy([*saved, run.snapshot(), run.residuals()])
+    run.sync.close()
+    return result
 
 
-def test_residuals_of_another_world_are_refused(pool: RankPool) -> None:
-    messages = pool.run(resume_elsewhere, 2)
-    assert messages[1].startswith("state must be that of rank 1 of 2, got that of rank 1 of 3.")
+def train_after(context: RankContext, before: list[Any]) -> tuple[Any, ...]:
+    context.init_process_group()
+    run = Run(context, 1)
+    run.model.load_state_dict(before[0][0])
+    run.optimizer.load_state_dict(before[0][1])
+    run.sync.load_state_dicts([sync for _, _, sync, _, _ in before])
+    run.optimizer.zero_grad()
+    run.ddp(context.rank, 4).backward()
+    gradient = run.model.large.grad.clone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.optimizer.step()
+    result = run.snapshot(), gradient, run.residuals(), [str(w.message) for w in caught]
+    run.sync.close()
+    return result
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_momentum_is_lost_when_the_number_of_ranks_changes(
+    pool: RankPool, world_size: int
+) -> None:
+    """The momentum and what was not sent of it, in units of the mean, stay the same."""
+    before = pool.run(train_before, 3)
+    after = pool.run(train_after, world_size, before)
+    expected = BETAS[0] * before[0][3]["large exp_avg"].double()
+    expected += sum((1 - BETAS[0]) * g.double() / world_size for _, g, _, _ in after)
+    result = after[0][0]["large exp_avg"].double()
+    for total, residuals, size in (
+        (expected, [r for *_, r in before], 3),
+        (result, [r for _, _, r, _ in after], world_size),
+    ):
+        for one in residuals:
+            for (gradient, start, stop, _), residual in one.items():
+                if NAMES[gradient] == "large":
+                    total[start:stop] += residual.double() / size
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
+    for _, _, _, messages in after:
+        assert bool(messages) == (world_size > 1)
 
 
 def test_the_state_of_adamw_continues_in_the_warm_up() -> None:
@@ -583,3 +623,8 @@ def test_bad_options_of_the_synchronisation_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         MomentumSync(**options)
+
+
+def test_no_states_are_refused() -> None:
+    with pytest.raises(ConfigError, match="states must be the states of all ranks"):
+        MomentumSync().load_state_dicts([])
