@@ -4,6 +4,12 @@ Tang, Gan, Awan, Rajbhandari, Li, Lian, Liu, Zhang and He, "1-bit Adam: communic
 large-scale training with Adam's convergence speed", 2021. Adam is not linear in the gradient, so
 error feedback cannot make up for the error of a compressed gradient. With a frozen variance, Adam
 is momentum SGD with a fixed preconditioner, and linear again.
+
+The published form compresses the momentum, and then divides it by the root of the variance. One-bit
+codes have one magnitude per sign and block. The division would blow up their error in elements of
+small variance, and training can diverge. Here each rank divides its gradient first. The root is
+fixed and equal on all ranks, so the mean is the same, and error feedback works as before. All
+elements of the result are of similar size, and their errors, too.
 """
 
 from __future__ import annotations
@@ -39,8 +45,9 @@ class OneBitAdam(torch.optim.Optimizer):
 
     In the warm-up, gradients are averaged uncompressed, and each step is exactly that of
     `torch.optim.AdamW`. Then the variance is frozen. From there on, each rank updates the common
-    momentum with its own gradient, the momenta are averaged with two-way error feedback, and all
-    ranks hold the same momentum and the same parameters, bit for bit.
+    momentum with its own gradient, divided by the root of the variance. The momenta are averaged
+    with two-way error feedback, and all ranks hold the same momentum and the same parameters, bit
+    for bit.
 
     Register the hook that averages gradients in the warm-up and keeps them local afterwards:
 
@@ -64,8 +71,8 @@ class OneBitAdam(torch.optim.Optimizer):
     - Elements whose gradient was always zero in the warm-up have no variance, and they stay as they
       are afterwards, except for weight decay. A one-bit momentum is never zero and would move them.
     - The learning rate may follow any schedule. End its own warm-up before the variance is frozen.
-    - Use a codec with error feedback. Elements of one block should have variances of similar size,
-      because one-bit momenta have one magnitude per sign and block.
+    - In the state of a parameter, `exp_avg_sq` is the unbiased variance after the warm-up, and
+      `exp_avg` is the momentum divided by its root.
 
     A checkpoint needs `state_dict`, equal on all ranks, and `sync.state_dict` of each rank, which
     has what it has not sent yet. The state of a `torch.optim.AdamW` can be loaded, too: it goes on
@@ -253,7 +260,7 @@ class OneBitAdam(torch.optim.Optimizer):
 
     def _step_frozen(self, entries: Sequence[_Entry]) -> None:
         """Synchronise the momenta of parameters, and update these."""
-        local = {}
+        momenta = {}
         for name, parameter, group in entries:
             state, beta1 = self.state[parameter], group["betas"][0]
             momentum = state["exp_avg"]
@@ -261,19 +268,20 @@ class OneBitAdam(torch.optim.Optimizer):
             values = momentum if momentum.element_size() >= 4 else momentum.to(torch.float32)
             values.mul_(beta1)
             if parameter.grad is not None:
-                values.add_(parameter.grad, alpha=1 - beta1)
-            local[name] = values.reshape(-1)
-        self.sync.average(local)
+                root = _root(state, group).to(values)
+                values.addcdiv_(parameter.grad.to(values), root, value=1 - beta1)
+            momenta[name] = values.reshape(-1)
+        self.sync.average(momenta)
         for name, parameter, group in entries:
             state, beta1 = self.state[parameter], group["betas"][0]
             momentum = state["exp_avg"]
-            if local[name].data_ptr() != momentum.data_ptr():
-                momentum.copy_(local[name].view(momentum.shape))
+            values = momenta[name].view(momentum.shape)
+            values.masked_fill_(state["exp_avg_sq"].isinf(), 0.0)
+            if values.data_ptr() != momentum.data_ptr():
+                momentum.copy_(values)
             state["step"] += 1
-            rate = group["lr"] / (1 - beta1 ** float(state["step"]))
-            root = state["exp_avg_sq"].sqrt().add_(group["eps"])
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.addcdiv_(momentum, root, value=-rate)
+            parameter.add_(values, alpha=-group["lr"] / (1 - beta1 ** float(state["step"])))
 
     def _is_last_of_warm_up(self) -> bool:
         """Return True if the variance is to be frozen now; the same on all ranks."""
@@ -287,7 +295,7 @@ class OneBitAdam(torch.optim.Optimizer):
         return self.sync.agree(is_stable)
 
     def _freeze(self) -> None:
-        """End the warm-up: keep the unbiased variance, and synchronise momenta from now on."""
+        """End the warm-up: keep the unbiased variance, and divide the momentum by its root."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state.get(parameter)
@@ -297,6 +305,7 @@ class OneBitAdam(torch.optim.Optimizer):
                 variance.div_(1 - group["betas"][1] ** float(state["step"]))
                 # Nothing is known about these elements. An infinite variance stops them.
                 variance.masked_fill_(variance == 0, math.inf)
+                state["exp_avg"].div_(_root(state, group))
                 state[_FROZEN] = True
         self.sync.take_over(self._frozen_parameters())
         if not self.sync.has_hook:
@@ -306,6 +315,11 @@ class OneBitAdam(torch.optim.Optimizer):
                 "`model.register_comm_hook(optimizer.sync, momentum_hook)`.",
                 stacklevel=3,
             )
+
+
+def _root(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+    """Return the root of the frozen variance, by which momenta are divided."""
+    return state["exp_avg_sq"].sqrt().add_(group["eps"])
 
 
 def _betas(betas: tuple[float, float]) -> tuple[float, float]:

@@ -51,14 +51,21 @@ class OneBitAdamOracle:
                 mean = sum(own) / self.world_size
                 self.momentum[name] = beta1 * self.momentum[name] + (1 - beta1) * mean
                 self.variance[name] = beta2 * self.variance[name] + (1 - beta2) * mean**2
+                update = self.momentum[name] / self.root(name)
             else:
-                local = [beta1 * self.momentum[name] + (1 - beta1) * g for g in own]
-                self.momentum[name] = self.mean(name, local)
-            counted = min(self.steps, self.freeze_step)
-            unbiased = self.variance[name] / (1 - beta2**counted)
-            update = self.momentum[name] / (1 - beta1**self.steps)
+                # The momentum is in units of the update from here on.
+                local = [
+                    beta1 * self.momentum[name] + (1 - beta1) * g / self.root(name) for g in own
+                ]
+                update = self.momentum[name] = self.mean(name, local)
             self.parameters[name] *= 1 - self.lr * self.weight_decay[name]
-            self.parameters[name] -= self.lr * update / (np.sqrt(unbiased) + self.eps)
+            self.parameters[name] -= self.lr * update / (1 - beta1**self.steps)
+            if self.steps == self.freeze_step:
+                self.momentum[name] /= self.root(name)
+
+    def root(self, name: str) -> Floats:
+        counted = min(self.steps, self.freeze_step)
+        return np.sqrt(self.variance[name] / (1 - self.betas[1] ** counted)) + self.eps
 
     def mean(self, name: str, values: Sequence[Floats]) -> Floats:
         result = np.empty_like(values[0])

@@ -35,6 +35,9 @@ class Quadratic(nn.Module):
         generator = torch.Generator().manual_seed(3)
         for name, size in SIZES.items():
             values = torch.randn(size, generator=generator).to((dtypes or {}).get(name))
+            if name == "weight":
+                # Not contiguous, as the weights of a convolution in channels-last memory.
+                values = values.view(90, 100).t()
             self.register_parameter(name, nn.Parameter(values))
 
     def forward(self, rank: int, step: int, names: tuple[str, ...] = tuple(SIZES)) -> Tensor:
@@ -46,8 +49,8 @@ class Quadratic(nn.Module):
         size = SIZES[name]
         target = torch.randn(size, generator=generator)
         scale = 1 + torch.arange(size) / size
-        parameter = self.get_parameter(name)
-        return 0.5 * (scale * (parameter.float() - target) ** 2).sum()
+        distance = self.get_parameter(name).float().reshape(-1) - target
+        return 0.5 * (scale * distance**2).sum()
 
     def groups(self) -> list[dict[str, Any]]:
         return [
@@ -89,12 +92,12 @@ class Run:
         self.optimizer.step()
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return copies of all that must be equal on all ranks."""
+        """Return flat copies of all that must be equal on all ranks."""
         values = {}
         for name, parameter in self.model.named_parameters():
-            values[name] = parameter.detach().clone()
+            values[name] = parameter.detach().clone().reshape(-1)
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                values[f"{name} {key}"] = torch.as_tensor(value).clone()
+                values[f"{name} {key}"] = torch.as_tensor(value).clone().reshape(-1)
         return values
 
     def residuals(self) -> dict[Any, Tensor]:
@@ -185,10 +188,18 @@ def train(
 NAMES = {f"parameter {i}": name for i, name in enumerate(("bias", "scalar", "large", "weight"))}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    ("algorithm", "topology", "tolerance"),
-    [("raw", "ps", 4e-6), ("raw", "ring", 4e-6), ("onebit", "ps", 1e-4), ("onebit", "ring", 1e-4)],
+    ("algorithm", "topology", "world_size", "tolerance"),
+    [
+        ("raw", "ps", 3, 4e-6),
+        ("raw", "ring", 2, 4e-6),
+        ("onebit", "ps", 2, 1e-4),
+        ("onebit", "ring", 3, 1e-4),
+        pytest.param("raw", "ps", 2, 4e-6, marks=pytest.mark.exhaustive),
+        pytest.param("raw", "ring", 3, 4e-6, marks=pytest.mark.exhaustive),
+        pytest.param("onebit", "ps", 3, 1e-4, marks=pytest.mark.exhaustive),
+        pytest.param("onebit", "ring", 2, 1e-4, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_training_is_that_of_the_slow_definition(
     pool: RankPool, world_size: int, algorithm: str, topology: str, tolerance: float
@@ -204,7 +215,7 @@ def test_training_is_that_of_the_slow_definition(
         partitions[NAMES[gradient]].append((start, stop, owner, codec != "raw"))
     model = Quadratic()
     oracle = OneBitAdamOracle(
-        {name: p.detach().double().numpy() for name, p in model.named_parameters()},
+        {name: p.detach().double().numpy().ravel() for name, p in model.named_parameters()},
         world_size,
         partitions,
         lambda values: onebit(values.astype(np.float32)).astype(np.float64),
@@ -219,10 +230,13 @@ def test_training_is_that_of_the_slow_definition(
         gradients = []
         for rank in range(world_size):
             for name, parameter in model.named_parameters():
-                parameter.data.copy_(torch.from_numpy(oracle.parameters[name]))
+                values = torch.from_numpy(oracle.parameters[name])
+                parameter.data.copy_(values.view(parameter.shape))
             model.zero_grad()
             model(rank, step).backward()
-            gradients.append({n: p.grad.double().numpy() for n, p in model.named_parameters()})
+            gradients.append(
+                {n: p.grad.double().numpy().ravel() for n, p in model.named_parameters()}
+            )
         oracle.step(gradients)
         snapshot = results[0][0][step]
         for name in SIZES:
@@ -230,14 +244,23 @@ def test_training_is_that_of_the_slow_definition(
                 (snapshot[name], oracle.parameters[name]),
                 (snapshot[f"{name} exp_avg"], oracle.momentum[name]),
             ):
-                np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=tolerance)
+                np.testing.assert_allclose(ours.numpy(), theirs, rtol=tolerance, atol=tolerance)
     if algorithm == "onebit":
         assert {len(partitions[name]) for name in ("weight", "large")} <= {2, 3}
         assert all(compressed for *_, compressed in partitions["large"])
 
 
-@pytest.mark.parametrize("topology", ["ps", "ring"])
-@pytest.mark.parametrize("algorithm", ["onebit", "tbq", "int8"])
+@pytest.mark.parametrize(
+    ("algorithm", "topology"),
+    [
+        ("onebit", "ps"),
+        ("tbq", "ring"),
+        *(
+            pytest.param(algorithm, topology, marks=pytest.mark.exhaustive)
+            for algorithm, topology in (("onebit", "ring"), ("tbq", "ps"), ("int8", "ps"))
+        ),
+    ],
+)
 def test_no_momentum_is_lost(pool: RankPool, topology: str, algorithm: str) -> None:
     """N times all that was added to the common momentum, and what was not sent, is all that the
     ranks gave."""
@@ -252,11 +275,14 @@ def test_no_momentum_is_lost(pool: RankPool, topology: str, algorithm: str) -> N
         for step in range(freeze_step, steps):
             momentum, before = (snapshots[s][f"{name} exp_avg"].double() for s in (step, step - 1))
             added += world_size * (momentum - BETAS[0] * before)
-            model.load_state_dict({n: snapshots[step - 1][n] for n in SIZES})
+            for n, parameter in model.named_parameters():
+                parameter.data.copy_(snapshots[step - 1][n].view(parameter.shape))
             for rank in range(world_size):
                 model.zero_grad()
                 model(rank, step).backward()
-                given += (1 - BETAS[0]) * model.get_parameter(name).grad.double()
+                root = snapshots[step][f"{name} exp_avg_sq"].double().sqrt() + 1e-8
+                gradient = model.get_parameter(name).grad.reshape(-1).double()
+                given += (1 - BETAS[0]) * gradient / root
         unsent = torch.zeros_like(added)
         for _, residuals, _ in results:
             for (gradient, start, stop, _), residual in residuals[-1].items():
@@ -264,6 +290,16 @@ def test_no_momentum_is_lost(pool: RankPool, topology: str, algorithm: str) -> N
                     unsent[start:stop] += residual.double()
         torch.testing.assert_close(added + unsent, given, rtol=0, atol=2e-5)
         assert (SIZES[name] > 4096) == bool(unsent.any())
+
+
+def test_a_coordinator_changes_no_bit(pool: RankPool) -> None:
+    runs = [
+        pool.run(train, 2, 5, 2, {"algorithm": "tbq", "coordinator": coordinator})
+        for coordinator in ("none", "always")
+    ]
+    for rank in range(2):
+        for part in range(2):
+            assert all(map(equal, runs[0][rank][part], runs[1][rank][part]))
 
 
 def save(context: RankContext, run: Run) -> None:
@@ -394,9 +430,19 @@ def spoil(
     return [before, skipped, last]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -1e25])
-@pytest.mark.parametrize("after_warm_up", [False, True])
-@pytest.mark.parametrize("use_scaler", [False, True])
+@pytest.mark.parametrize(
+    ("bad", "after_warm_up", "use_scaler"),
+    [
+        (math.nan, False, False),
+        (math.inf, False, True),
+        (math.nan, True, True),
+        (-1e25, True, False),
+        pytest.param(math.nan, True, False, marks=pytest.mark.exhaustive),
+        pytest.param(math.inf, True, False, marks=pytest.mark.exhaustive),
+        pytest.param(math.inf, True, True, marks=pytest.mark.exhaustive),
+        pytest.param(-1e25, False, False, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
     pool: RankPool, bad: float, after_warm_up: bool, use_scaler: bool
 ) -> None:
@@ -551,7 +597,8 @@ def test_no_momentum_is_lost_when_the_number_of_ranks_changes(
     before = pool.run(train_before, 3)
     after = pool.run(train_after, world_size, before)
     expected = BETAS[0] * before[0][3]["large exp_avg"].double()
-    expected += sum((1 - BETAS[0]) * g.double() / world_size for _, g, _, _ in after)
+    root = before[0][3]["large exp_avg_sq"].double().sqrt() + 1e-8
+    expected += sum((1 - BETAS[0]) * g.double() / root / world_size for _, g, _, _ in after)
     result = after[0][0]["large exp_avg"].double()
     for total, residuals, size in (
         (expected, [r for *_, r in before], 3),
@@ -561,7 +608,7 @@ def test_no_momentum_is_lost_when_the_number_of_ranks_changes(
             for (gradient, start, stop, _), residual in one.items():
                 if NAMES[gradient] == "large":
                     total[start:stop] += residual.double() / size
-    torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
     for _, _, _, messages in after:
         assert bool(messages) == (world_size > 1)
 
