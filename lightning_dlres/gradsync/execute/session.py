@@ -71,13 +71,16 @@ class SyncSession:
             coordinator=CoordinatorLink(self._mailbox) if has_coordinator else None,
         )
 
-    def close(self) -> None:
-        """End the threads, after all ranks have finished their last step or one has failed."""
-        is_orderly = self.synchroniser.failure is None
+    def close(self, *, orderly: bool) -> None:
+        """End the threads.
+
+        Args:
+            orderly: True after all ranks have finished their last step; False after a failure.
+        """
         self.synchroniser.close()
         self._end.detach()
-        self._mailbox.close(orderly=is_orderly)
-        if is_orderly:
+        self._mailbox.close(orderly=orderly)
+        if orderly:
             dist.destroy_process_group(self._group)
 
 

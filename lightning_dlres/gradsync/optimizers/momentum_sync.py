@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.futures import Future
+from torch.futures import Future, collect_all
 
 from lightning_dlres.core.checks import finite, function, one_of, whole_number
 from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
@@ -104,7 +104,7 @@ class MomentumSync:
     def failure(self) -> BaseException | None:
         """Error that ended the synchronisation; None while there is none."""
         engine = self.synchroniser
-        return self._failure if engine is None else engine.failure
+        return self._failure or (None if engine is None else engine.failure)
 
     @property
     def synchroniser(self) -> GradientSynchroniser | None:
@@ -112,21 +112,29 @@ class MomentumSync:
         return None if self._session is None else self._session.synchroniser
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Start to average the gradients of a bucket, or keep them; return its future buffer.
+        """Start to average the gradients of a bucket; return its future buffer.
 
-        They are kept if the optimizer synchronises the momenta of all their parameters. A bucket
-        with other parameters is averaged: the mean of equal gradients is correct for both.
+        Gradients are kept if the optimizer synchronises the momenta of their parameters.
         """
         self.has_hook = True
         buffer = bucket.buffer()
-        if all(parameter in self._local for parameter in bucket.parameters()):
+        averaged = [
+            gradient
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            if parameter not in self._local
+        ]
+        if len(averaged) == len(bucket.gradients()):
+            return self._mean(buffer)
+        if not averaged:
             future: Future[Tensor] = Future()
             future.set_result(buffer)
             return future
-        # This is the arithmetic of DDP without a hook.
-        work = dist.all_reduce(buffer.mul_(1 / self.world_size), async_op=True)
-        assert work is not None
-        return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+        starts = [gradient.storage_offset() - buffer.storage_offset() for gradient in averaged]
+        means = [
+            self._mean(buffer[start : start + gradient.numel()])
+            for start, gradient in zip(starts, averaged, strict=True)
+        ]
+        return collect_all(means).then(lambda _: buffer)
 
     def take_over(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Keep the gradients of these parameters local from now on, instead of averaging them.
@@ -211,7 +219,10 @@ class MomentumSync:
         """
         engine = self.synchroniser
         if engine is None:
-            return {"step": self._step, "algorithm": self._algorithm}
+            is_same_size = len(self._saved) == self.world_size
+            # Nothing has been sent since these states were loaded.
+            loaded = self._saved[_rank()] if is_same_size else {}
+            return {"step": self._step, "algorithm": self._algorithm, **loaded}
         units = save_states(engine.states, engine.plan)
         return {"step": self._step, "algorithm": self._algorithm, **units}
 
@@ -249,10 +260,16 @@ class MomentumSync:
                 # The last messages of other ranks may still need the coordinator, or pass this
                 # rank.
                 self.agree(True)
-            self._session.close()
+            self._session.close(orderly=failure is None)
         if self._control is not None and failure is None:
             dist.destroy_process_group(self._control)
         self._session = self._control = None
+
+    def _mean(self, buffer: Tensor) -> Future[Tensor]:
+        """Start to average a buffer, with the arithmetic of DDP without a hook."""
+        work = dist.all_reduce(buffer.mul_(1 / self.world_size), async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
 
     def _open(self) -> SyncSession:
         """Connect the ranks; called by all of them together."""
@@ -281,7 +298,7 @@ class MomentumSync:
         saved, self._saved = self._saved, []
         if not saved:
             return states
-        dropped = restore_states(saved, plan, self._codecs, dist.get_rank(), self._device, states)
+        dropped = restore_states(saved, plan, self._codecs, _rank(), self._device, states)
         if len(saved) != plan.world_size:
             warnings.warn(
                 f"The checkpoint has residuals of {len(saved)} ranks, and this run has "
@@ -305,6 +322,10 @@ class MomentumSync:
             total = sum(other.count for other in self._specs)
             partitions = partitions_for(spec.count, total, self.world_size)
         return CodecChoice(codec=codec, partitions=partitions)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _no_check() -> None:

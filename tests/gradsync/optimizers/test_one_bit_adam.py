@@ -326,6 +326,11 @@ def resume(
         first.step(step)
     save(context, first)
     load(context, second)
+    # A checkpoint that is written before the next step has all that was loaded.
+    one, other = first.sync.state_dict(), second.sync.state_dict()
+    assert one.keys() == other.keys()
+    for entry, loaded in zip(one.get("units", []), other.get("units", []), strict=True):
+        assert equal(entry["tensors"], loaded["tensors"])
     ends = []
     for run in (first, second, second):
         for step in range(saved_after, steps):
