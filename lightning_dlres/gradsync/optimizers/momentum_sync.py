@@ -95,6 +95,10 @@ class MomentumSync:
         self._failure: BaseException | None = None
         self._saved: list[Mapping[str, Any]] = []
 
+    def attach(self, check: Callable[[], None], tracer: Tracer) -> None:
+        """Use the check and the tracer of a strategy; called before the first step."""
+        self._check, self.tracer = check, tracer
+
     @property
     def world_size(self) -> int:
         """Number of ranks; 1 without a process group."""

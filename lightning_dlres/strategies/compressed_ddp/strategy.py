@@ -28,8 +28,14 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.optimizers.momentum_hook import momentum_hook
+from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
 from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance
+from lightning_dlres.strategies.compressed_ddp.optimizers import (
+    momentum_of,
+    warn_about_optimizers,
+)
 from lightning_dlres.strategies.compressed_ddp.report_sections import sync_sections
 from lightning_dlres.strategies.compressed_ddp.residuals import CHECKPOINT_KEY, gather_states
 from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder
@@ -43,6 +49,9 @@ class CompressedDDPStrategy(DDPStrategy):
     It is Lightning's `DDPStrategy` with another synchronisation of gradients, on the CPU and on
     GPUs. What compression leaves out of a gradient is kept as a residual, and sent in later steps.
     Checkpoints are ordinary ones, which any Trainer can load; they also hold the residuals.
+
+    With the optimizer `OneBitAdam`, the strategy synchronises the optimizer's momentum in the place
+    of the gradients, as the optimizer's `sync` says. `algorithm` then has no effect.
 
     Ranks may have training loaders of different lengths. A rank whose loader has ended takes part
     with the weight zero, and the gradients of the others are weighted by their samples.
@@ -126,6 +135,7 @@ class CompressedDDPStrategy(DDPStrategy):
         self._share_samples = _checked_shares(share_samples)
         self._balance: SpeedBalance | None = None
         self._recorder = StepRecorder(self.tracer)
+        self._momentum: MomentumSync | None = None
         self._connection: Connection | None = None
         self._loaded_states: list[Mapping[str, Any]] = []
         self._uneven_loaders: list[UnevenLoader] = []
@@ -177,19 +187,8 @@ class CompressedDDPStrategy(DDPStrategy):
         with self._announcing_failures():
             super().setup(trainer)
             if trainer.state.fn == TrainerFn.FITTING:
-                self._warn_about_optimizers()
-
-    def _warn_about_optimizers(self) -> None:
-        if self._state.suits_adam:
-            return
-        names = sorted({type(o).__name__ for o in self.optimizers if _is_adam_like(o)})
-        if names:
-            warnings.warn(
-                f"algorithm={self._state.algorithm!r} may diverge with {' and '.join(names)}: so "
-                "few bits change the ratio of a gradient's mean to its variance. Use "
-                "algorithm='int8', or SGD.",
-                stacklevel=2,
-            )
+                # Only now the optimizers are known.
+                self._start_synchronisation()
 
     @override
     def configure_ddp(self) -> None:
@@ -199,20 +198,37 @@ class CompressedDDPStrategy(DDPStrategy):
             is_measured = self._share_samples == "speed"
             shares = [1.0] * self.world_size if is_measured else self._share_samples
             self._balance = SpeedBalance(shares, is_measured=is_measured)  # type: ignore[arg-type]
+
+    def _start_synchronisation(self) -> None:
+        """Register the hook that synchronises gradients, or the momentum of `OneBitAdam`."""
         assert isinstance(self.model, DistributedDataParallel)
         assert self._connection is not None
-        state = GradientSyncState(
+        self._momentum = momentum_of(self.optimizers)
+        self._state = GradientSyncState(
             **self._sync_options,
             check=self._connection.check,
             keeps_previous=getattr(self.precision_plugin, "scaler", None) is not None,
             tracer=self.tracer,
         )
-        state.name_parameters(self.model.module.named_parameters())
+        self._recorder = StepRecorder(self.tracer)
+        if self._momentum is not None:
+            self._momentum.attach(self._connection.check, self.tracer)
+            self.model.register_comm_hook(self._momentum, momentum_hook)
+            return
+        warn_about_optimizers(self._state, self.optimizers)
+        self._state.name_parameters(self.model.module.named_parameters())
         if self._loaded_states:
-            state.load_state_dicts(self._loaded_states)
+            self._state.load_state_dicts(self._loaded_states)
             self._loaded_states = []
-        self._state, self._recorder = state, StepRecorder(self.tracer)
-        self.model.register_comm_hook(state, compressed_hook)
+        self.model.register_comm_hook(self._state, compressed_hook)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._momentum is not None and self._loaded_states:
+            # The optimizer forgets what was not sent when its state is loaded.
+            self._momentum.load_state_dicts(self._loaded_states)
+            self._loaded_states = []
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -262,7 +278,7 @@ class CompressedDDPStrategy(DDPStrategy):
             with self._recorder.backward(self._state, self._module):
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
         except Exception as error:
-            failure = self._state.failure
+            failure = (self._momentum or self._state).failure
             if failure is None or failure is error:
                 raise
             # DistributedDataParallel shows only the type of an error in its hook.
@@ -327,7 +343,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     def _gathered_states(self) -> list[dict[str, Any]] | None:
         """Return the states of all ranks on rank 0; None elsewhere, or if there are none."""
-        own = self._state.state_dict()
+        own = (self._momentum or self._state).state_dict()
         if "units" not in own:
             return [own]
         if self._module.trainer.state.status == TrainerStatus.INTERRUPTED:
@@ -373,7 +389,7 @@ class CompressedDDPStrategy(DDPStrategy):
         connection, self._connection = self._connection, None
         try:
             if connection is not None and not connection.failed:
-                self._state.close()
+                (self._momentum or self._state).close()
         finally:
             if connection is not None:
                 connection.close()
@@ -383,14 +399,6 @@ class CompressedDDPStrategy(DDPStrategy):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-
-def _is_adam_like(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer divides gradients by a mean of their squares."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return "betas" in inner.defaults or isinstance(
-        inner, (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
-    )
 
 
 def _checked_shares(shares: object) -> str | list[float]:

@@ -1,0 +1,58 @@
+"""Optimizers of the Trainer that decide how gradients may be compressed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
+from lightning_dlres.gradsync.optimizers.one_bit_adam import OneBitAdam
+
+
+def momentum_of(optimizers: Sequence[Optimizer]) -> MomentumSync | None:
+    """Return the synchronisation of the momentum of `OneBitAdam`; None for other optimizers.
+
+    Args:
+        optimizers: Optimizers of the Trainer, which Lightning may have wrapped.
+
+    Raises:
+        ConfigError: If there are other optimizers beside a OneBitAdam.
+    """
+    inner = [unwrapped(optimizer) for optimizer in optimizers]
+    found = [optimizer.sync for optimizer in inner if isinstance(optimizer, OneBitAdam)]
+    if found and len(inner) > 1:
+        names = [type(optimizer).__name__ for optimizer in inner]
+        raise ConfigError(
+            got_expected("optimizers", names, "a single one with OneBitAdam", "torch.optim.AdamW")
+        )
+    return found[0] if found else None
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside Lightning's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def is_adam_like(optimizer: Optimizer) -> bool:
+    """Return True if an optimizer divides gradients by a mean of their squares."""
+    inner = unwrapped(optimizer)
+    kinds = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
+    return "betas" in inner.defaults or isinstance(inner, kinds)
+
+
+def warn_about_optimizers(state: GradientSyncState, optimizers: Sequence[Optimizer]) -> None:
+    """Warn if the codec has too few bits for an optimizer like Adam."""
+    names = sorted({type(unwrapped(o)).__name__ for o in optimizers if is_adam_like(o)})
+    if state.suits_adam or not names:
+        return
+    warnings.warn(
+        f"algorithm={state.algorithm!r} may diverge with {' and '.join(names)}: so few bits change "
+        "the ratio of a gradient's mean to its variance. Use algorithm='int8', or the optimizer "
+        "lightning_dlres.OneBitAdam.",
+        stacklevel=2,
+    )

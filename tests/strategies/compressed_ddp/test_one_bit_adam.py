@@ -1,0 +1,104 @@
+"""The optimizer OneBitAdam through the Trainer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
+from lightning_dlres.gradsync.optimizers.one_bit_adam import OneBitAdam
+from lightning_dlres.strategies import CompressedDDPStrategy
+from lightning_dlres.strategies.compressed_ddp.optimizers import momentum_of
+from tests.strategies.compressed_ddp.test_training import Points, Regression, equal
+from tests.support.models import QUIET
+from tests.support.rank_pool import RankContext, RankPool
+
+
+class Model(Regression):
+    """The small network, with an optimizer of its own."""
+
+    def __init__(self, freeze_step: int | None) -> None:
+        super().__init__()
+        self._freeze_step = freeze_step
+
+    def configure_optimizers(self) -> Any:
+        if self._freeze_step is None:
+            return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.0)
+        return OneBitAdam(
+            self.parameters(),
+            lr=0.01,
+            freeze_step=self._freeze_step,
+            sync=MomentumSync(min_bytes=0, timeout=30.0),
+        )
+
+
+def fit(
+    context: RankContext,
+    freeze_step: int | None,
+    directory: str | None = None,
+    resume: str | None = None,
+    epochs: int = 2,
+) -> dict[str, Tensor]:
+    """Train for some epochs of `24 / ranks` steps; save checkpoints after each."""
+    seed_everything(5, verbose=False)
+    model = Model(freeze_step)
+    callbacks = []
+    if directory is not None:
+        callbacks = [ModelCheckpoint(directory, "{epoch}", save_top_k=-1)]
+    trainer = Trainer(
+        strategy=CompressedDDPStrategy(
+            algorithm="none" if freeze_step is None else "raw", timeout=30.0
+        ),
+        accelerator="cpu",
+        devices=context.world_size,
+        plugins=[context.environment],
+        max_epochs=epochs,
+        callbacks=callbacks,
+        **{**QUIET, "enable_checkpointing": bool(callbacks)},
+    )
+    trainer.fit(model, DataLoader(Points(96), batch_size=4), ckpt_path=resume)
+    return copy.deepcopy(model.state_dict())
+
+
+def test_the_warm_up_is_adamw(pool: RankPool) -> None:
+    expected = pool.run(fit, 2, None)
+    assert all(map(equal, pool.run(fit, 2, 1000), expected))
+
+
+def test_ranks_agree_after_the_warm_up(pool: RankPool) -> None:
+    warm = pool.run(fit, 3, 1000)
+    ranks = pool.run(fit, 3, 4)
+    assert all(equal(ranks[0], other) for other in ranks)
+    assert not equal(ranks[0], warm[0])
+
+
+@pytest.mark.parametrize(("world_size", "freeze_step"), [(3, 4), (2, 20)])
+def test_a_resumed_run_continues_exactly(
+    pool: RankPool, world_size: int, freeze_step: int, tmp_path: Path
+) -> None:
+    """With the variance frozen before the checkpoint, or after it.
+
+    In the warm-up, more than two ranks would add in another order: DistributedDataParallel has
+    other buckets in the first step.
+    """
+    whole = pool.run(fit, world_size, freeze_step, str(tmp_path))
+    resumed = pool.run(fit, world_size, freeze_step, None, str(tmp_path / "epoch=0.ckpt"))
+    assert all(equal(whole[0], other) for other in resumed)
+
+
+def test_other_optimizers_beside_it_are_refused() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizers = [OneBitAdam([parameter]), torch.optim.SGD([parameter], lr=0.1)]
+    with pytest.raises(ConfigError, match="optimizers must be a single one with OneBitAdam"):
+        momentum_of(optimizers)
+    assert momentum_of(optimizers[:1]) is optimizers[0].sync  # type: ignore[attr-defined]
+    assert momentum_of(optimizers[1:]) is None
