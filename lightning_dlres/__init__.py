@@ -1,6 +1,7 @@
 """Train with PyTorch Lightning on the machines you happen to have.
 
-Importing this package registers its strategies: `Trainer(strategy="dlres_hetero_pipe")`.
+Importing this package registers its strategies, `Trainer(strategy="dlres_hetero_pipe")` and
+`Trainer(strategy="dlres_compressed_ddp")`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlres.callbacks import ActivationOffload, ResourceReport
+from lightning_dlres.codecs import register as register_codec
 from lightning_dlres.core.errors import (
     BatchMismatchError,
     ConfigError,
@@ -20,21 +22,34 @@ from lightning_dlres.core.errors import (
     StorageError,
     UnsupportedStepError,
 )
+from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.optimizers.momentum_hook import momentum_hook
+from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
+from lightning_dlres.gradsync.optimizers.one_bit_adam import OneBitAdam
 from lightning_dlres.memory.plan.plan import MemoryPlan
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.plugins import MemoryPrecision
-from lightning_dlres.strategies import HeteroPipeStrategy, register_strategies
+from lightning_dlres.strategies import (
+    CompressedDDPStrategy,
+    HeteroPipeStrategy,
+    register_strategies,
+)
 from lightning_dlres.version import __version__
 
 __all__ = [
     "ActivationOffload",
     "BatchMismatchError",
+    "CompressedDDPStrategy",
     "ConfigError",
     "DlresError",
+    "GradientSyncState",
     "HeteroPipeStrategy",
     "MemoryPlan",
     "MemoryPrecision",
+    "MomentumSync",
+    "OneBitAdam",
     "PeerError",
     "PeerLostError",
     "PeerTimeoutError",
@@ -48,6 +63,9 @@ __all__ = [
     "StorageError",
     "UnsupportedStepError",
     "__version__",
+    "compressed_hook",
+    "momentum_hook",
+    "register_codec",
 ]
 
 if TYPE_CHECKING:
