@@ -5,11 +5,16 @@ A constructor refuses a wrong value at once. Otherwise the error would appear fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
 from math import isfinite
 from typing import Any
 
 from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.units import parse_seconds
+
+# Longest timeout. torch counts timeouts in nanoseconds in 64 bits, and much longer ones overflow.
+_MAX_TIMEOUT_SECONDS = 100 * 86400.0
 
 
 def whole_number(name: str, value: object, fix: str, least: int = 1) -> int:
@@ -51,6 +56,32 @@ def finite(name: str, value: object, fix: str, *, least: float = 0.0, above: boo
         bound = f"above {least:g}" if above else f"of at least {least:g}"
         raise ConfigError(got_expected(name, value, f"a finite number {bound}", fix))
     return value
+
+
+def timeout_seconds(value: float | str | timedelta) -> float:
+    """Return the seconds of the argument `timeout`: a number, text such as "10min", or a timedelta.
+
+    Raises:
+        ConfigError: If the value is no time, or not above 0 and up to 100 days.
+    """
+    seconds = parse_seconds(value, "timeout")
+    if not 0 < seconds <= _MAX_TIMEOUT_SECONDS:
+        rule = "a time above 0 and up to 100 days"
+        raise ConfigError(got_expected("timeout", value, rule, "timeout='10min'"))
+    return seconds
+
+
+def keyword_arguments(name: str, value: object) -> dict[str, Any]:
+    """Return keyword arguments for a class; an empty dict for None.
+
+    Raises:
+        ConfigError: If the value is neither None nor a mapping with texts as keys.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(got_expected(name, value, "a dict of arguments by name", f"{name}=None"))
+    return dict(value)
 
 
 def one_of(name: str, value: Any, choices: Collection[str], fix: str) -> str:
