@@ -67,11 +67,14 @@ class Channel(IntEnum):
     GRADIENT_SYNC = 20
     SYNC_REPORT = 21
     SYNC_PLAN = 22
+    SYNC_PROBE = 23
 
 
 # Channels whose frames keep their first size. Their messages have different sizes, and frames of
 # the largest size would be filled with zeros that take time on a slow link.
-_FIXED_FRAMES = frozenset((Channel.GRADIENT_SYNC, Channel.SYNC_REPORT, Channel.SYNC_PLAN))
+_FIXED_FRAMES = frozenset(
+    (Channel.GRADIENT_SYNC, Channel.SYNC_REPORT, Channel.SYNC_PLAN, Channel.SYNC_PROBE)
+)
 
 
 class Mailbox:

@@ -44,12 +44,14 @@ class LinkCosts:
     """Links of all ranks to a network without other limits.
 
     Attributes:
-        message_seconds: Fixed seconds of a message.
+        message_seconds: Fixed seconds of a message, for which it occupies its link.
         bandwidths: Bytes per second of each rank's link, in each direction.
+        latency_seconds: Further seconds until a message arrives, in which its link is free.
     """
 
     message_seconds: float
     bandwidths: tuple[float, ...]
+    latency_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

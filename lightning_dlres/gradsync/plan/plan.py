@@ -1,32 +1,99 @@
-"""Plan of gradient synchronisation: the units of all gradients, their codecs and their owners."""
+"""Plan of gradient synchronisation: the units of all gradients, their codecs and their owners.
+
+A plan is plain data. It prints as a table, and round-trips through JSON.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from lightning_dlres.core.checks import one_of, whole_number
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.tables import render
+from lightning_dlres.core.wire.decoding import from_json
+from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit, assign_owners, cut
 
 RAW = "raw"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SyncPlan:
+class SyncPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Plan of gradient synchronisation, the same on all ranks.
 
     Attributes:
         world_size: Number of ranks.
         topology: "ps" (parameter server) or "ring".
         units: All units, by index.
+
+    Raises:
+        ConfigError: If the fields contradict each other.
     """
 
     world_size: int
     topology: str
     units: tuple[SyncUnit, ...]
 
+    def __post_init__(self) -> None:
+        whole_number("world_size", self.world_size, "world_size=2")
+        one_of("topology", self.topology, TOPOLOGIES, "topology='ps'")
+        indices = [unit.index for unit in self.units]
+        if indices != list(range(len(indices))):
+            raise ConfigError(
+                f"units must be numbered from 0 in their order, got {indices}. Use make_plan."
+            )
+        for unit in self.units:
+            if not 0 <= unit.owner < self.world_size:
+                raise ConfigError(
+                    got_expected("owner", unit.owner, f"in [0, {self.world_size})", "rank 0")
+                )
+            if not 0 <= unit.start <= unit.stop:
+                raise ConfigError(
+                    f"units must be ranges of elements, got {unit.start} to {unit.stop} of "
+                    f"{unit.gradient!r}. Use make_plan."
+                )
+
     def units_of(self, gradient: str) -> list[SyncUnit]:
         """Return the units of a gradient, in the order of its elements."""
         return [unit for unit in self.units if unit.gradient == gradient]
+
+    def table(self) -> str:
+        """Return the plan as a table for printing: a row for each rank and codec."""
+        groups: dict[tuple[int, str], list[SyncUnit]] = {}
+        for unit in self.units:
+            groups.setdefault((unit.owner, unit.codec), []).append(unit)
+        total = sum(unit.count for unit in self.units)
+        rows: list[list[object]] = []
+        for owner, codec in sorted(groups):
+            units = groups[owner, codec]
+            elements = sum(unit.count for unit in units)
+            share = 100 * elements / total if total else 0.0
+            gradients = len({unit.gradient for unit in units})
+            rows.append([owner, codec, gradients, len(units), elements, share])
+        columns = ["owner", "codec", "gradients", "units", "elements", "% of all"]
+        title = f"Gradient synchronisation plan: {self.topology}, {self.world_size} ranks"
+        return render(title, columns, rows)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text."""
+        return msgspec.json.format(msgspec.json.encode(self)).decode()
+
+    @staticmethod
+    def from_json(text: str | bytes) -> SyncPlan:
+        """Return the plan in JSON text that `to_json` wrote.
+
+        Raises:
+            ConfigError: If the text is not the JSON of a plan.
+        """
+        try:
+            return from_json(text, SyncPlan)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"plan must be JSON that SyncPlan.to_json wrote, got invalid text: {error}. Write "
+                "the plan again."
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,118 @@
+"""Planning of gradient synchronisation on all ranks: measure here, decide on rank 0, share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.optim import SGD, Optimizer
+
+from lightning_dlres.codecs import base as registry
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.core.comm.mailbox import Mailbox
+from lightning_dlres.gradsync.plan.cost_model import AUTO_CODECS, auto_codecs, decide
+from lightning_dlres.gradsync.plan.decision import SyncDecision
+from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
+from lightning_dlres.gradsync.plan.prediction import BUCKET_BYTES
+from lightning_dlres.gradsync.plan.units import GradientSpec
+from lightning_dlres.gradsync.profile.measurement import measure_costs
+from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
+
+AUTO = "auto"
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningOptions:
+    """Options of the planning, the same on all ranks.
+
+    Attributes:
+        algorithm: "auto", the name of a codec, or "raw".
+        topology: "auto", "ps" or "ring".
+        is_adam_like: True if one- and two-bit gradients do not suit the optimizer; see
+            `is_adam_like`. "auto" then leaves them out.
+        has_error_feedback: False leaves only unbiased codecs to "auto".
+        least_bytes: Gradients with fewer bytes are not compressed.
+        device: Device of the gradients.
+        element_bytes: Bytes of an element of a gradient.
+        backward_seconds: Time of backward, with which synchronisation overlaps; 0 if not known.
+        bucket_bytes: Bytes of a bucket of gradients.
+    """
+
+    algorithm: str = AUTO
+    topology: str = AUTO
+    is_adam_like: bool = True
+    has_error_feedback: bool = True
+    least_bytes: int = 0
+    device: torch.device = _CPU
+    element_bytes: int = 4
+    backward_seconds: float = 0.0
+    bucket_bytes: int = BUCKET_BYTES
+
+
+def plan_synchronisation(
+    gradients: Sequence[GradientSpec],
+    codecs: Mapping[str, GradientCodec],
+    mailbox: Mailbox,
+    options: PlanningOptions,
+) -> SyncDecision:
+    """Return the decision of rank 0; called by all ranks together.
+
+    Args:
+        gradients: The gradients, in the order of the model.
+        codecs: Codecs by name: that of the algorithm, or the candidates of "auto".
+        mailbox: Messages to the other ranks.
+        options: Options of the planning.
+
+    Raises:
+        PeerError: If a rank is late or lost.
+    """
+    algorithms, candidates = None, dict(codecs)
+    if options.algorithm == AUTO:
+        candidates = auto_codecs(
+            codecs,
+            is_adam_like=options.is_adam_like,
+            has_error_feedback=options.has_error_feedback,
+        )
+    else:
+        algorithms = [options.algorithm]
+        candidates = {name: codec for name, codec in codecs.items() if name == options.algorithm}
+    messages = ProbeMessages(mailbox)
+    costs = measure_costs(
+        messages,
+        candidates,
+        options.device,
+        elements=sum(gradient.count for gradient in gradients),
+        element_bytes=options.element_bytes,
+    )
+    text = ""
+    if mailbox.rank == 0:
+        text = decide(
+            gradients,
+            costs,
+            candidates,
+            algorithms=algorithms,
+            topologies=tuple(TOPOLOGIES) if options.topology == AUTO else (options.topology,),
+            element_bytes=options.element_bytes,
+            backward_seconds=options.backward_seconds,
+            bucket_bytes=options.bucket_bytes,
+            least_bytes=options.least_bytes,
+        ).to_json()
+    return SyncDecision.from_json(str(messages.share(text)))
+
+
+def codecs_for_auto() -> dict[str, GradientCodec]:
+    """Return new codecs among which "auto" chooses, with their default options."""
+    codecs = {name: type(registry.codec(name))() for name in AUTO_CODECS}
+    return {name: codec for name, codec in codecs.items() if isinstance(codec, GradientCodec)}
+
+
+def is_adam_like(optimizers: Iterable[Optimizer]) -> bool:
+    """Return False only if one- and two-bit gradients are known to suit all optimizers.
+
+    They suit torch's SGD, with or without momentum. Optimizers of other libraries often divide by
+    an estimate of the variance, as Adam does.
+    """
+    kinds = [isinstance(optimizer, SGD) for optimizer in optimizers]
+    return not kinds or not all(kinds)

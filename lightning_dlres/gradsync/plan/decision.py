@@ -1,0 +1,162 @@
+"""Decision about gradient synchronisation: the plan, or torch's all-reduce, and all contenders."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.tables import render
+from lightning_dlres.core.units import format_bytes, format_seconds
+from lightning_dlres.core.wire.decoding import from_json
+from lightning_dlres.gradsync.plan.costs import SyncCosts
+from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan
+from lightning_dlres.gradsync.plan.prediction import StepPrediction
+
+# Name of torch's all-reduce among the algorithms.
+ALL_REDUCE = "none"
+
+
+class Contender(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The best plan of an algorithm and a topology, as predicted.
+
+    Attributes:
+        algorithm: Name of a codec; "raw" for uncompressed gradients over our own tasks; "none" for
+            torch's all-reduce.
+        topology: "ps" or "ring"; "" for torch's all-reduce.
+        least_elements: Elements of the smallest gradient that is compressed.
+        compressed: Number of gradients that are compressed.
+        units: Number of units.
+        prediction: Predicted times.
+    """
+
+    algorithm: str
+    topology: str
+    least_elements: int
+    compressed: int
+    units: int
+    prediction: StepPrediction
+
+
+class SyncDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Decision about gradient synchronisation, the same on all ranks.
+
+    Attributes:
+        algorithm: Name of a codec; "raw" for uncompressed gradients over our own tasks; "none" for
+            torch's all-reduce.
+        topology: "ps" or "ring"; "" for torch's all-reduce.
+        choices: Codec and partitions of each gradient; empty for torch's all-reduce.
+        shares: Share of the merging work of each rank; empty for torch's all-reduce.
+        plan: Plan of the choices and shares; None for torch's all-reduce.
+        contenders: Best plan of each algorithm and topology.
+        costs: Measured costs.
+    """
+
+    algorithm: str
+    topology: str
+    choices: tuple[CodecChoice, ...]
+    shares: tuple[float, ...]
+    plan: SyncPlan | None
+    contenders: tuple[Contender, ...]
+    costs: SyncCosts
+
+    @property
+    def is_off(self) -> bool:
+        """True if torch's all-reduce is used."""
+        return self.plan is None
+
+    @property
+    def is_compressed(self) -> bool:
+        """True if a gradient is compressed."""
+        return any(choice.codec != RAW for choice in self.choices)
+
+    @property
+    def prediction(self) -> StepPrediction:
+        """Predicted times of the chosen contender."""
+        return next(
+            contender.prediction
+            for contender in self.contenders
+            if (contender.algorithm, contender.topology) == (self.algorithm, self.topology)
+        )
+
+    def table(self) -> str:
+        """Return the decision as tables for printing: contenders, choices, and measured costs."""
+        rows: list[list[object]] = []
+        for contender in sorted(self.contenders, key=lambda c: c.prediction.step_seconds):
+            times = contender.prediction
+            is_own = contender.algorithm != ALL_REDUCE
+            rows.append(
+                [
+                    contender.algorithm,
+                    contender.topology or None,
+                    contender.compressed if is_own else None,
+                    contender.units if is_own else None,
+                    format_bytes(round(times.link_bytes)),
+                    1e3 * times.compute_seconds if is_own else None,
+                    1e3 * times.transfer_seconds,
+                    1e3 * times.step_seconds,
+                    "chosen" if times is self.prediction else "",
+                ]
+            )
+        columns = [
+            "algorithm",
+            "topology",
+            "compressed",
+            "units",
+            "bytes on a link",
+            "compute ms",
+            "transfer ms",
+            "step ms",
+            "",
+        ]
+        parts = [render("Gradient synchronisation: contenders", columns, rows)]
+        if self.choices:
+            counts = Counter((choice.codec, choice.partitions) for choice in self.choices)
+            choices = [[codec, size, number] for (codec, size), number in sorted(counts.items())]
+            parts.append(render("Choices", ["codec", "partitions", "gradients"], choices))
+        return "\n\n".join([*parts, *self._cost_tables()])
+
+    def _cost_tables(self) -> list[str]:
+        million = 1_000_000
+        rows = [
+            [
+                name,
+                *(
+                    f"{format_seconds(cost.fixed_seconds)} + "
+                    f"{format_seconds(million * cost.seconds_per_item)}"
+                    for cost in (costs.encode, costs.merge, costs.decode)
+                ),
+            ]
+            for name, costs in self.costs.codecs.items()
+        ]
+        title = "Measured: fixed time, and time of a million elements"
+        codecs = render(title, ["codec", "encode", "merge", "decode"], rows)
+        links, reduce = self.costs.links, self.costs.all_reduce
+        speeds = ", ".join(f"{format_bytes(round(speed))}/s" for speed in links.bandwidths)
+        return [
+            codecs,
+            f"Links of the ranks: {speeds}; {format_seconds(links.message_seconds)} for a message, "
+            f"latency {format_seconds(links.latency_seconds)}.\n"
+            f"All-reduce of torch: {format_seconds(reduce.fixed_seconds)}, and "
+            f"{format_seconds((1 << 20) * reduce.seconds_per_item)} for a MiB.",
+        ]
+
+    def to_json(self) -> str:
+        """Return the decision as JSON text."""
+        return msgspec.json.format(msgspec.json.encode(self)).decode()
+
+    @staticmethod
+    def from_json(text: str | bytes) -> SyncDecision:
+        """Return the decision in JSON text that `to_json` wrote.
+
+        Raises:
+            ConfigError: If the text is not the JSON of a decision.
+        """
+        try:
+            return from_json(text, SyncDecision)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"decision must be JSON that SyncDecision.to_json wrote, got invalid text: {error}."
+                " Write the decision again."
+            ) from None

@@ -1,0 +1,277 @@
+"""Predicted time of a step, from measured costs and the task graphs that the executor runs.
+
+On each rank, the queue of compute tasks and both directions of the link work at the same time. The
+longest of them on any rank bounds the step. What the pipeline cannot overlap adds to it: a queue of
+compute tasks has no work until a gradient has arrived, and a link has none until one is encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.gradsync.plan.costs import LinearCost, SyncCosts
+from lightning_dlres.gradsync.plan.graph import TaskKind, topology
+from lightning_dlres.gradsync.plan.lone_unit import UnitSeconds, lone_unit_seconds
+from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
+
+# Bytes of a bucket of DistributedDataParallel, by default.
+BUCKET_BYTES = 25 << 20
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrediction:
+    """Predicted times of a step.
+
+    Attributes:
+        compute_seconds: Compute tasks of the rank that has most of them.
+        transfer_seconds: Transfers of the busiest direction of a link.
+        sync_seconds: Synchronisation of gradients that are all ready at once.
+        step_seconds: Backward and synchronisation, as far as they do not overlap.
+        link_bytes: Bytes that pass the busiest direction of a link.
+    """
+
+    compute_seconds: float
+    transfer_seconds: float
+    sync_seconds: float
+    step_seconds: float
+    link_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitTable:
+    """Costs of the tasks of several units: float64[units] each.
+
+    Attributes:
+        encode: Seconds of encoding a gradient or a sum.
+        merge: Seconds of merging a payload.
+        own_merge: Seconds of merging the gradient of the merging rank, which is not encoded.
+        decode: Seconds of decoding the sum.
+        nbytes: Bytes of a payload.
+    """
+
+    encode: Floats
+    merge: Floats
+    own_merge: Floats
+    decode: Floats
+    nbytes: Floats
+
+    def where(self, is_other: NDArray[np.bool_], other: UnitTable) -> UnitTable:
+        """Return a table with some units of another one."""
+        return UnitTable(
+            encode=np.where(is_other, other.encode, self.encode),
+            merge=np.where(is_other, other.merge, self.merge),
+            own_merge=np.where(is_other, other.own_merge, self.own_merge),
+            decode=np.where(is_other, other.decode, self.decode),
+            nbytes=np.where(is_other, other.nbytes, self.nbytes),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TaskCounts:
+    """Tasks of a rank for one unit: float64[ranks, ranks], by rank and by the unit's owner."""
+
+    encodes: Floats
+    merges: Floats
+    own_merges: Floats
+    decodes: Floats
+    sends: Floats
+    receives: Floats
+
+
+class StepPredictor:
+    """Predictor of steps with measured costs.
+
+    Args:
+        costs: Measured costs.
+        codecs: Gradient codecs by name.
+        element_bytes: Bytes of an element that is sent as it is.
+        backward_seconds: Time of backward, with which synchronisation overlaps. 0: all gradients
+            are ready at once.
+        bucket_bytes: Bytes of a bucket of gradients. The last bucket is ready when backward ends.
+    """
+
+    def __init__(
+        self,
+        costs: SyncCosts,
+        codecs: Mapping[str, GradientCodec],
+        *,
+        element_bytes: int = 4,
+        backward_seconds: float = 0.0,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.costs, self.world_size = costs, len(costs.links.bandwidths)
+        self._codecs, self._element_bytes = codecs, element_bytes
+        self._backward, self._bucket_bytes = backward_seconds, bucket_bytes
+        self._bandwidths = np.array(costs.links.bandwidths)
+        self._lone: dict[tuple[str, int, UnitSeconds], float] = {}
+
+    def all_reduce(self, count: int) -> StepPrediction:
+        """Return the prediction for torch's all-reduce of `count` elements, bucket by bucket."""
+        nbytes = count * self._element_bytes
+        buckets = max(-(-nbytes // self._bucket_bytes), 1)
+        cost = self.costs.all_reduce
+        seconds = buckets * cost.fixed_seconds + cost.seconds_per_item * nbytes
+        # A ring sends (ranks - 1) / ranks of the bytes twice.
+        link_bytes = 2 * nbytes * (self.world_size - 1) / self.world_size
+        return StepPrediction(
+            compute_seconds=0.0,
+            transfer_seconds=seconds,
+            sync_seconds=seconds,
+            step_seconds=self._overlapped(seconds, nbytes),
+            link_bytes=link_bytes,
+        )
+
+    def plan(self, plan: SyncPlan) -> StepPrediction:
+        """Return the prediction for a plan."""
+        counts = np.array([unit.count for unit in plan.units], dtype=np.int64)
+        owners = np.array([unit.owner for unit in plan.units], dtype=np.int64)
+        codecs = np.array([unit.codec for unit in plan.units])
+        table = self.table(RAW, counts)
+        for name in set(codecs.tolist()) - {RAW}:
+            table = table.where(codecs == name, self.table(name, counts))
+        return self.units(plan.topology, counts, owners, table)
+
+    def table(self, codec: str, counts: Integers) -> UnitTable:
+        """Return the costs of units of these numbers of elements, all with one codec."""
+        cost, raw = self.costs.codecs[codec], self.costs.codecs[RAW]
+        sizes, positions = np.unique(counts, return_inverse=True)
+        if codec == RAW:
+            nbytes = sizes * self._element_bytes
+        else:
+            payload_bytes = self._codecs[codec].payload_bytes
+            nbytes = np.array([payload_bytes(int(size)) for size in sizes])
+
+        def seconds(cost: LinearCost) -> Floats:
+            return cost.fixed_seconds + cost.seconds_per_item * counts.astype(np.float64)
+
+        return UnitTable(
+            encode=seconds(cost.encode),
+            merge=seconds(cost.merge),
+            own_merge=seconds(raw.merge),
+            decode=seconds(cost.decode),
+            nbytes=nbytes.astype(np.float64)[positions],
+        )
+
+    def units(
+        self, topology_name: str, counts: Integers, owners: Integers, table: UnitTable
+    ) -> StepPrediction:
+        """Return the prediction for units.
+
+        Args:
+            topology_name: "ps" or "ring".
+            counts: Elements of the units.
+            owners: Owner of each unit.
+            table: Costs of the units.
+        """
+        links = self.costs.links
+        if not len(counts):
+            step = self._overlapped(0.0, 0)
+            return StepPrediction(
+                compute_seconds=0.0,
+                transfer_seconds=0.0,
+                sync_seconds=0.0,
+                step_seconds=step,
+                link_bytes=0.0,
+            )
+        tasks = _task_counts(topology_name, self.world_size)
+
+        def by_owner(values: Floats | None = None) -> Floats:
+            return np.bincount(owners, values, self.world_size).astype(np.float64)
+
+        compute = (
+            tasks.encodes @ by_owner(table.encode)
+            + tasks.merges @ by_owner(table.merge)
+            + tasks.own_merges @ by_owner(table.own_merge)
+            + tasks.decodes @ by_owner(table.decode)
+        )
+        nbytes, number = by_owner(table.nbytes), by_owner()
+        link_bytes = np.stack([tasks.sends @ nbytes, tasks.receives @ nbytes])
+        messages = np.stack([tasks.sends @ number, tasks.receives @ number])
+        transfer = link_bytes / self._bandwidths + messages * links.message_seconds
+        busiest_compute, busiest_link = float(compute.max()), float(transfer.max())
+        # A link is idle during the first encoding and the last decoding, and the queue of compute
+        # tasks is idle during one transfer.
+        idle_link = idle_compute = 0.0
+        if self.world_size > 1:
+            idle_link = float(table.encode.mean() + table.decode.mean())
+            idle_compute = links.message_seconds + links.latency_seconds
+            idle_compute += float(table.nbytes.mean()) / max(links.bandwidths)
+        sync = max(
+            busiest_compute + idle_compute,
+            busiest_link + idle_link,
+            self._longest_unit(topology_name, owners, table),
+        )
+        return StepPrediction(
+            compute_seconds=busiest_compute,
+            transfer_seconds=busiest_link,
+            sync_seconds=sync,
+            step_seconds=self._overlapped(sync, int(counts.sum()) * self._element_bytes),
+            link_bytes=float(link_bytes.max()),
+        )
+
+    def _longest_unit(self, topology_name: str, owners: Integers, table: UnitTable) -> float:
+        """Return the seconds that the units of the largest payload and the slowest codec take
+        alone. With few units, no other work fills the gaps between their tasks."""
+        longest = 0.0
+        for unit in {int(table.nbytes.argmax()), int(table.encode.argmax())}:
+            seconds = UnitSeconds(
+                encode=float(table.encode[unit]),
+                merge=float(table.merge[unit]),
+                own_merge=float(table.own_merge[unit]),
+                decode=float(table.decode[unit]),
+                nbytes=float(table.nbytes[unit]),
+            )
+            key = topology_name, int(owners[unit]), seconds
+            if key not in self._lone:
+                self._lone[key] = lone_unit_seconds(
+                    topology(topology_name), key[1], seconds, self.costs.links
+                )
+            longest = max(longest, self._lone[key])
+        return longest
+
+    def _overlapped(self, sync_seconds: float, nbytes: int) -> float:
+        """Return the time of backward and synchronisation, which overlap but for one bucket."""
+        last = min(self._bucket_bytes / nbytes, 1.0) if nbytes else 1.0
+        return max(self._backward, sync_seconds * (1 - last)) + sync_seconds * last
+
+
+@cache
+def _task_counts(topology_name: str, world_size: int) -> _TaskCounts:
+    """Return the numbers of tasks, counted in the graphs of all ranks for the owner 0.
+
+    All ranks are alike, so the tasks depend only on the distance from the owner.
+    """
+    graphs = [topology(topology_name)(rank, world_size, 0) for rank in range(world_size)]
+    ranks = np.arange(world_size)
+    distances = (ranks[:, None] - ranks[None, :]) % world_size
+
+    def spread(numbers: Sequence[int]) -> Floats:
+        spread_out: Floats = np.array(numbers, dtype=np.float64)[distances]
+        return spread_out
+
+    def count(kind: TaskKind) -> Floats:
+        return spread([sum(task.kind is kind for task in graph) for graph in graphs])
+
+    own_merges = spread(
+        [
+            sum(task.kind is TaskKind.MERGE and task.peer == rank for task in graph)
+            for rank, graph in enumerate(graphs)
+        ]
+    )
+    return _TaskCounts(
+        encodes=count(TaskKind.ENCODE),
+        merges=count(TaskKind.MERGE) - own_merges,
+        own_merges=own_merges,
+        decodes=count(TaskKind.DECODE),
+        sends=count(TaskKind.SEND),
+        receives=count(TaskKind.RECEIVE),
+    )

@@ -1,0 +1,178 @@
+"""Times of the compute tasks of codecs on this rank: encode, merge and decode.
+
+All ranks measure at the same time, as they compute at the same time in training. The tasks work on
+several units in turn, since a unit is in no cache when its step comes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.gradsync.plan.costs import CodecCosts
+from lightning_dlres.gradsync.plan.plan import RAW
+from lightning_dlres.gradsync.profile.fit import line
+from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
+
+# Elements of the small unit, whose time is mostly the fixed time.
+_SMALL = 4096
+# Units in turn. Those of a million elements fill more than the caches of most processors.
+_UNITS = 8
+# Times of each task: no fewer, and no more, even if there is time left.
+_LEAST_TIMES, _MOST_TIMES = 3, 16
+# Step whose codec is measured: after any warm-up.
+_STEP = 1 << 30
+
+
+def measure_codecs(
+    codecs: Mapping[str, GradientCodec],
+    messages: ProbeMessages,
+    device: torch.device,
+    *,
+    unit_elements: int,
+    seconds: float,
+) -> dict[str, CodecCosts]:
+    """Return the costs of codecs, and of raw elements, on the slowest rank; called by all ranks.
+
+    Args:
+        codecs: Codecs by name, the same on all ranks.
+        messages: Messages to the other ranks.
+        device: Device of the gradients.
+        unit_elements: Elements of a large unit.
+        seconds: Time for all codecs. A slow codec may exceed it.
+
+    Raises:
+        PeerError: If a rank is late or lost.
+    """
+    counts = _SMALL, max(unit_elements, 4 * _SMALL)
+    names = [RAW, *codecs]
+    for name in codecs:
+        # The first calls compile kernels or load them.
+        _CodecTasks(codecs[name], _Gradients(1, _SMALL, device)).run_all()
+    messages.gather([])
+    own = []
+    for count in counts:
+        gradients = _Gradients(_UNITS, count, device)
+        for name in names:
+            tasks = _RawTasks(gradients) if name == RAW else _CodecTasks(codecs[name], gradients)
+            tasks.run_all()
+            budget = seconds / (3 * len(counts) * len(names))
+            for task in (tasks.encode, tasks.merge, tasks.decode):
+                own.append(_median_seconds(task, device, budget))
+    slowest = messages.slowest(own)
+    half = len(slowest) // 2
+    return {
+        name: CodecCosts(
+            encode=line((counts[0], slowest[i]), (counts[1], slowest[half + i])),
+            merge=line((counts[0], slowest[i + 1]), (counts[1], slowest[half + i + 1])),
+            decode=line((counts[0], slowest[i + 2]), (counts[1], slowest[half + i + 2])),
+        )
+        for i, name in ((3 * index, name) for index, name in enumerate(names))
+    }
+
+
+def _median_seconds(task: Callable[[int], None], device: torch.device, budget: float) -> float:
+    seconds: list[float] = []
+    while len(seconds) < _LEAST_TIMES or (len(seconds) < _MOST_TIMES and sum(seconds) < budget):
+        _synchronise(device)
+        start = time.perf_counter()
+        task(len(seconds) % _UNITS)
+        _synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Gradients:
+    """Gradients and sums of some units."""
+
+    def __init__(self, units: int, count: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(count, generator=generator).to(device)
+        self.count, self.device = count, device
+        self.values = [values.roll(unit) for unit in range(units)]
+        self.sums = [torch.zeros_like(values).copy_(values) for _ in range(units)]
+
+
+class _Tasks(ABC):
+    """The compute tasks of some units, with the allocations that the executor makes.
+
+    Args:
+        gradients: Gradients and sums of the units.
+    """
+
+    def __init__(self, gradients: _Gradients) -> None:
+        self._gradients = gradients
+
+    @abstractmethod
+    def encode(self, unit: int) -> None:
+        """Encode the gradient of a unit."""
+
+    @abstractmethod
+    def merge(self, unit: int) -> None:
+        """Decode the payload of a unit, and add it to the sum."""
+
+    @abstractmethod
+    def decode(self, unit: int) -> None:
+        """Decode the payload of a unit, and divide it by the number of ranks."""
+
+    def run_all(self) -> None:
+        """Run all tasks of all units once."""
+        for unit in range(len(self._gradients.values)):
+            self.encode(unit)
+            self.merge(unit)
+            self.decode(unit)
+
+
+class _CodecTasks(_Tasks):
+    """Tasks of a codec."""
+
+    def __init__(self, codec: GradientCodec, gradients: _Gradients) -> None:
+        super().__init__(gradients)
+        self._codec = codec.at_step(_STEP)
+        count, device = gradients.count, gradients.device
+        self._states = [codec.new_state(count, device) for _ in gradients.values]
+        self._payloads: dict[int, Tensor] = {}
+
+    @override
+    def encode(self, unit: int) -> None:
+        values = self._gradients.values[unit]
+        nbytes = self._codec.payload_bytes(self._gradients.count)
+        payload = torch.empty(nbytes, dtype=torch.uint8, device=values.device)
+        self._codec.compress(values, self._states[unit], payload, seed=unit)
+        self._payloads[unit] = payload
+
+    @override
+    def merge(self, unit: int) -> None:
+        self._codec.expand(self._payloads[unit], self._gradients.sums[unit], accumulate=True)
+
+    @override
+    def decode(self, unit: int) -> None:
+        self._codec.expand(self._payloads[unit], self._gradients.sums[unit], scale=0.5)
+
+
+class _RawTasks(_Tasks):
+    """Tasks of elements that are sent as they are."""
+
+    @override
+    def encode(self, unit: int) -> None:
+        self._gradients.values[unit].view(torch.uint8)
+
+    @override
+    def merge(self, unit: int) -> None:
+        self._gradients.sums[unit].add_(self._gradients.values[unit])
+
+    @override
+    def decode(self, unit: int) -> None:
+        torch.mul(self._gradients.values[unit], 0.5, out=self._gradients.sums[unit])

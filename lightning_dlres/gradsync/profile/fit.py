@@ -1,0 +1,22 @@
+"""Cost of a task as a straight line through two measurements."""
+
+from __future__ import annotations
+
+from lightning_dlres.gradsync.plan.costs import LinearCost
+
+
+def line(small: tuple[int, float], large: tuple[int, float]) -> LinearCost:
+    """Return the line through two points of (size, seconds).
+
+    Noise must not make costs negative. Where the larger task is not slower, each item costs
+    nothing. Where the line would begin below 0, it begins at 0 and passes the larger task.
+
+    Args:
+        small: Size and seconds of the smaller task.
+        large: Size and seconds of the larger task.
+    """
+    slope = max((large[1] - small[1]) / (large[0] - small[0]), 0.0)
+    fixed = small[1] - slope * small[0]
+    if fixed < 0:
+        return LinearCost(fixed_seconds=0.0, seconds_per_item=large[1] / large[0])
+    return LinearCost(fixed_seconds=fixed, seconds_per_item=slope)

@@ -1,0 +1,124 @@
+"""Latency, time for each message, and bandwidth of the ranks' links.
+
+All ranks send at the same time, each to a rank at the same distance from it. So every link carries
+one message in each direction, as in a planned transmission. A transfer between two ranks moves at
+the speed of the slower link. The largest speed of a rank over several distances is therefore taken
+for its link.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from lightning_dlres.gradsync.plan.costs import LinkCosts
+from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
+
+# Messages for the latency, and for the time of each message. Small ones, with no other tensors.
+_SMALL_MESSAGES, _SMALL_BYTES = 20, 512
+# Bytes of the first and of the largest message for the bandwidth. The first one is larger than what
+# a limiter of a shaped link lets pass at once.
+_FIRST_BYTES, _LARGEST_BYTES = 256 << 10, 16 << 20
+# Seconds of a message from which its time says enough about the bandwidth.
+_ENOUGH_SECONDS = 0.02
+# Distances between ranks that are tried, at most.
+_MOST_DISTANCES = 8
+
+
+def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
+    """Return the costs of all links; called by all ranks.
+
+    Args:
+        messages: Messages to the other ranks.
+        seconds: Time for the bandwidth. At least one message of each rank is sent.
+
+    Raises:
+        PeerError: If a rank is late or lost.
+    """
+    if messages.ranks == 1:
+        # No message is sent. Any bandwidth will do.
+        return LinkCosts(message_seconds=0.0, bandwidths=(1e12,))
+    message_seconds, latency = messages.slowest(list(_small_messages(messages)))
+    return LinkCosts(
+        message_seconds=message_seconds,
+        bandwidths=_bandwidths(messages, message_seconds, seconds),
+        latency_seconds=max(latency - message_seconds, 0.0),
+    )
+
+
+def _small_messages(messages: ProbeMessages) -> tuple[float, float]:
+    """Return the seconds of a message among many, and those of one that is waited for."""
+    small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
+    following, previous = _at_distance(messages, 1)
+    # Connects the ranks.
+    messages.send(following, small)
+    messages.receive(previous)
+    messages.gather([])
+    latencies = []
+    for _ in range(_SMALL_MESSAGES):
+        start = time.perf_counter()
+        messages.send(following, small)
+        messages.receive(previous)
+        latencies.append(time.perf_counter() - start)
+    messages.gather([])
+    start = time.perf_counter()
+    for _ in range(_SMALL_MESSAGES):
+        messages.send(following, small)
+    for _ in range(_SMALL_MESSAGES):
+        messages.receive(previous)
+    seconds = time.perf_counter() - start
+    return seconds / _SMALL_MESSAGES, statistics.median(latencies)
+
+
+def _bandwidths(
+    messages: ProbeMessages, message_seconds: float, budget: float
+) -> tuple[float, ...]:
+    nbytes = _FIRST_BYTES
+    fastest, slowest = _extremes(messages, _exchange(messages, 1, nbytes))
+    # A message of the slowest link is never longer than a part of the budget.
+    while fastest < _ENOUGH_SECONDS and 8 * slowest < budget and nbytes < _LARGEST_BYTES:
+        nbytes *= 4
+        fastest, slowest = _extremes(messages, _exchange(messages, 1, nbytes))
+    rounds = max(1, min(int(budget / slowest), 2 * _MOST_DISTANCES))
+    distances = list(range(1, messages.ranks))[:_MOST_DISTANCES]
+    bandwidths = [0.0] * messages.ranks
+    for number in range(max(rounds, len(distances)) if rounds > 1 else 1):
+        distance = distances[number % len(distances)]
+        for rank, pair in enumerate(messages.gather(_exchange(messages, distance, nbytes))):
+            source = (rank - distance) % messages.ranks
+            speed = nbytes / max(pair[0] - message_seconds, 1e-9)
+            # The transfer says as much about the sender's link as about the receiver's.
+            for end in (rank, source):
+                bandwidths[end] = max(bandwidths[end], speed)
+    return tuple(bandwidths)
+
+
+def _exchange(messages: ProbeMessages, distance: int, nbytes: int) -> list[float]:
+    """Send to the rank at a distance, and return the seconds that the bytes to this one took.
+
+    The receiver's clock runs from a small message on, which the sender sends first.
+    """
+    destination, source = _at_distance(messages, distance)
+    messages.gather([])
+    messages.send(destination, torch.zeros(_SMALL_BYTES, dtype=torch.uint8))
+    messages.send(destination, torch.zeros(nbytes, dtype=torch.uint8))
+    messages.receive(source)
+    start = time.perf_counter()
+    messages.receive(source)
+    return [time.perf_counter() - start]
+
+
+def _extremes(messages: ProbeMessages, seconds: list[float]) -> tuple[float, float]:
+    """Return the shortest and the longest time of all ranks."""
+    gathered = [values[0] for values in messages.gather(seconds)]
+    return min(gathered), max(gathered)
+
+
+def _at_distance(messages: ProbeMessages, distance: int) -> tuple[int, int]:
+    """Return the rank to which this one sends at a distance, and the one it receives from."""
+    return (
+        (messages.rank + distance) % messages.ranks,
+        (messages.rank - distance) % messages.ranks,
+    )

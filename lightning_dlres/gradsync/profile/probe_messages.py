@@ -1,0 +1,77 @@
+"""Messages of a measurement between all ranks. An error names the rank that is late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_dlres.core.comm.mailbox import Channel, Mailbox
+from lightning_dlres.core.wire.tree import Tree
+
+_WHAT = "the measurement of gradient synchronisation"
+
+
+class ProbeMessages:
+    """Messages between all ranks. All ranks call the same methods in the same order.
+
+    Args:
+        mailbox: Messages to the other ranks. Its timeout is the deadline of each message.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.rank, self.ranks = mailbox.rank, len(mailbox.names)
+        self.check, self.timeout = mailbox.check, mailbox.timeout
+        self._mailbox, self._count = mailbox, 0
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's numbers, by rank. No rank returns before all have called this.
+
+        Each rank sends to each other one, so every rank knows which one is late.
+
+        Raises:
+            PeerError: If a rank is late or lost.
+        """
+        self._count += 1
+        key = "numbers", self._count
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        for other in others:
+            self._mailbox.send(other, Channel.SYNC_PROBE, key, list(values))
+        gathered = {
+            other: self._mailbox.receive(other, Channel.SYNC_PROBE, key, _WHAT) for other in others
+        }
+        gathered[self.rank] = list(values)
+        return [gathered[rank] for rank in range(self.ranks)]
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """Return the largest of all ranks' numbers, position by position.
+
+        Raises:
+            PeerError: If a rank is late or lost.
+        """
+        return [max(column) for column in zip(*self.gather(values), strict=True)]
+
+    def share(self, tree: Tree) -> Tree:
+        """Return the tree of rank 0 on all ranks.
+
+        Raises:
+            PeerError: If rank 0 is late or lost.
+        """
+        self._count += 1
+        key = "decision", self._count
+        return self._mailbox.broadcast(0, Channel.SYNC_PROBE, key, tree, _WHAT)
+
+    def send(self, destination: int, payload: Tensor) -> None:
+        """Send bytes, without waiting."""
+        self._mailbox.send(destination, Channel.SYNC_PROBE, ("probe",), payload)
+
+    def receive(self, source: int) -> Tensor:
+        """Return the next bytes from a rank.
+
+        Raises:
+            PeerError: If the rank is late or lost.
+        """
+        payload = self._mailbox.receive(source, Channel.SYNC_PROBE, ("probe",), _WHAT)
+        assert isinstance(payload, torch.Tensor)
+        return payload
