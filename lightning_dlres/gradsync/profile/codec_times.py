@@ -23,10 +23,10 @@ from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 
 # Elements of the small unit, whose time is mostly the fixed time.
 _SMALL = 4096
-# Units in turn. Those of a million elements fill more than the caches of most processors.
-_UNITS = 8
-# Times of each task: no fewer, and no more, even if there is time left.
-_LEAST_TIMES, _MOST_TIMES = 3, 16
+# Units in turn. The largest ones fill more than the caches of a processor's core.
+_UNITS = 4
+# Times of each task, at most.
+_MOST_TIMES = 16
 # Step whose codec is measured: after any warm-up.
 _STEP = 1 << 30
 
@@ -55,32 +55,37 @@ def measure_codecs(
     names = [RAW, *codecs]
     for name in codecs:
         # The first calls compile kernels or load them.
-        _CodecTasks(codecs[name], _Gradients(1, _SMALL, device)).run_all()
+        first = _CodecTasks(codecs[name], _Gradients(1, _SMALL, device))
+        for task in (first.encode, first.merge, first.decode):
+            task(0)
     messages.gather([])
+    budget = seconds / (3 * len(counts) * len(names))
     own = []
     for count in counts:
         gradients = _Gradients(_UNITS, count, device)
         for name in names:
             tasks = _RawTasks(gradients) if name == RAW else _CodecTasks(codecs[name], gradients)
-            tasks.run_all()
-            budget = seconds / (3 * len(counts) * len(names))
+            # The first step of a codec may differ. It also makes the payloads.
+            tasks.encode_all()
             for task in (tasks.encode, tasks.merge, tasks.decode):
                 own.append(_median_seconds(task, device, budget))
     slowest = messages.slowest(own)
-    half = len(slowest) // 2
+    middle = len(slowest) // 2
+    lines = [
+        line((counts[0], small), (counts[1], large))
+        for small, large in zip(slowest[:middle], slowest[middle:], strict=True)
+    ]
     return {
-        name: CodecCosts(
-            encode=line((counts[0], slowest[i]), (counts[1], slowest[half + i])),
-            merge=line((counts[0], slowest[i + 1]), (counts[1], slowest[half + i + 1])),
-            decode=line((counts[0], slowest[i + 2]), (counts[1], slowest[half + i + 2])),
+        name: CodecCosts(encode=encode, merge=merge, decode=decode)
+        for name, encode, merge, decode in zip(
+            names, lines[::3], lines[1::3], lines[2::3], strict=True
         )
-        for i, name in ((3 * index, name) for index, name in enumerate(names))
     }
 
 
 def _median_seconds(task: Callable[[int], None], device: torch.device, budget: float) -> float:
     seconds: list[float] = []
-    while len(seconds) < _LEAST_TIMES or (len(seconds) < _MOST_TIMES and sum(seconds) < budget):
+    while not seconds or (len(seconds) < _MOST_TIMES and sum(seconds) < budget):
         _synchronise(device)
         start = time.perf_counter()
         task(len(seconds) % _UNITS)
@@ -127,12 +132,10 @@ class _Tasks(ABC):
     def decode(self, unit: int) -> None:
         """Decode the payload of a unit, and divide it by the number of ranks."""
 
-    def run_all(self) -> None:
-        """Run all tasks of all units once."""
+    def encode_all(self) -> None:
+        """Encode the gradients of all units once."""
         for unit in range(len(self._gradients.values)):
             self.encode(unit)
-            self.merge(unit)
-            self.decode(unit)
 
 
 class _CodecTasks(_Tasks):

@@ -18,13 +18,17 @@ from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 
 # Messages for the latency, and for the time of each message. Small ones, with no other tensors.
 _SMALL_MESSAGES, _SMALL_BYTES = 20, 512
+# Batches of messages. The median ignores one in which other processes had the processor.
+_BATCHES = 3
 # Bytes of the first and of the largest message for the bandwidth. The first one is larger than what
 # a limiter of a shaped link lets pass at once.
-_FIRST_BYTES, _LARGEST_BYTES = 256 << 10, 16 << 20
+_FIRST_BYTES, _LARGEST_BYTES = 256 << 10, 8 << 20
 # Seconds of a message from which its time says enough about the bandwidth.
-_ENOUGH_SECONDS = 0.02
+_ENOUGH_SECONDS = 0.01
 # Distances between ranks that are tried, at most.
 _MOST_DISTANCES = 8
+# Messages at each distance, at most.
+_MOST_TIMES = 3
 
 
 def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
@@ -43,7 +47,7 @@ def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
     message_seconds, latency = messages.slowest(list(_small_messages(messages)))
     return LinkCosts(
         message_seconds=message_seconds,
-        bandwidths=_bandwidths(messages, message_seconds, seconds),
+        bandwidths=_bandwidths(messages, latency, seconds),
         latency_seconds=max(latency - message_seconds, 0.0),
     )
 
@@ -62,57 +66,53 @@ def _small_messages(messages: ProbeMessages) -> tuple[float, float]:
         messages.send(following, small)
         messages.receive(previous)
         latencies.append(time.perf_counter() - start)
-    messages.gather([])
-    start = time.perf_counter()
-    for _ in range(_SMALL_MESSAGES):
-        messages.send(following, small)
-    for _ in range(_SMALL_MESSAGES):
-        messages.receive(previous)
-    seconds = time.perf_counter() - start
-    return seconds / _SMALL_MESSAGES, statistics.median(latencies)
+    batches = []
+    for _ in range(_BATCHES):
+        messages.gather([])
+        start = time.perf_counter()
+        for _ in range(_SMALL_MESSAGES):
+            messages.send(following, small)
+        for _ in range(_SMALL_MESSAGES):
+            messages.receive(previous)
+        batches.append((time.perf_counter() - start) / _SMALL_MESSAGES)
+    return statistics.median(batches), statistics.median(latencies)
 
 
-def _bandwidths(
-    messages: ProbeMessages, message_seconds: float, budget: float
-) -> tuple[float, ...]:
+def _bandwidths(messages: ProbeMessages, latency: float, budget: float) -> tuple[float, ...]:
     nbytes = _FIRST_BYTES
     fastest, slowest = _extremes(messages, _exchange(messages, 1, nbytes))
     # A message of the slowest link is never longer than a part of the budget.
     while fastest < _ENOUGH_SECONDS and 8 * slowest < budget and nbytes < _LARGEST_BYTES:
         nbytes *= 4
         fastest, slowest = _extremes(messages, _exchange(messages, 1, nbytes))
-    rounds = max(1, min(int(budget / slowest), 2 * _MOST_DISTANCES))
     distances = list(range(1, messages.ranks))[:_MOST_DISTANCES]
+    times = max(1, min(int(budget / slowest) // len(distances), _MOST_TIMES))
     bandwidths = [0.0] * messages.ranks
-    for number in range(max(rounds, len(distances)) if rounds > 1 else 1):
-        distance = distances[number % len(distances)]
-        for rank, pair in enumerate(messages.gather(_exchange(messages, distance, nbytes))):
-            source = (rank - distance) % messages.ranks
-            speed = nbytes / max(pair[0] - message_seconds, 1e-9)
+    # With little time, only the first distances are tried.
+    for distance in distances[: max(1, int(budget / slowest))]:
+        seconds = statistics.median(_exchange(messages, distance, nbytes) for _ in range(times))
+        # Ranks start at times that differ by up to the latency.
+        speed = nbytes / max(seconds - latency, seconds / 2)
+        for rank, (received,) in enumerate(messages.gather([speed])):
             # The transfer says as much about the sender's link as about the receiver's.
-            for end in (rank, source):
-                bandwidths[end] = max(bandwidths[end], speed)
+            for end in (rank, (rank - distance) % messages.ranks):
+                bandwidths[end] = max(bandwidths[end], received)
     return tuple(bandwidths)
 
 
-def _exchange(messages: ProbeMessages, distance: int, nbytes: int) -> list[float]:
-    """Send to the rank at a distance, and return the seconds that the bytes to this one took.
-
-    The receiver's clock runs from a small message on, which the sender sends first.
-    """
+def _exchange(messages: ProbeMessages, distance: int, nbytes: int) -> float:
+    """Send to the rank at a distance, and return the seconds that the bytes to this one took."""
     destination, source = _at_distance(messages, distance)
     messages.gather([])
-    messages.send(destination, torch.zeros(_SMALL_BYTES, dtype=torch.uint8))
+    start = time.perf_counter()
     messages.send(destination, torch.zeros(nbytes, dtype=torch.uint8))
     messages.receive(source)
-    start = time.perf_counter()
-    messages.receive(source)
-    return [time.perf_counter() - start]
+    return time.perf_counter() - start
 
 
-def _extremes(messages: ProbeMessages, seconds: list[float]) -> tuple[float, float]:
+def _extremes(messages: ProbeMessages, seconds: float) -> tuple[float, float]:
     """Return the shortest and the longest time of all ranks."""
-    gathered = [values[0] for values in messages.gather(seconds)]
+    gathered = [values[0] for values in messages.gather([seconds])]
     return min(gathered), max(gathered)
 
 

@@ -14,9 +14,9 @@ from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 from lightning_dlres.gradsync.profile.reduce_times import measure_all_reduce
 
 # Seconds for the codecs, for the bandwidth, and for each size of an all-reduce.
-_CODEC_SECONDS, _LINK_SECONDS, _REDUCE_SECONDS = 0.5, 0.4, 0.2
+_CODEC_SECONDS, _LINK_SECONDS, _REDUCE_SECONDS = 0.4, 0.4, 0.2
 # Largest unit that is measured, in elements, and units into which a rank's part is cut.
-_MOST_ELEMENTS, _UNITS_PER_RANK = 1 << 20, 4
+_MOST_ELEMENTS, _UNITS_PER_RANK = 1 << 19, 4
 
 
 def measure_costs(
