@@ -35,8 +35,9 @@ MARGIN = 0.05
 # Codecs among which "auto" chooses. Each sends all elements in each step. Sparse and stochastic
 # codecs change training more than a user should get without asking for it.
 AUTO_CODECS = ("fp16", "bf16", "int8", "tbq", "onebit")
-# Numbers of pieces per rank that are tried. More pieces overlap better, but take more fixed time.
-_PIECES_PER_RANK = (1, 2, 4, 8, 16)
+# Numbers of pieces per rank that are tried; None cuts no gradient. More pieces overlap better, but
+# take more fixed time.
+_PIECES_PER_RANK = (None, 1, 2, 3, 4, 6, 8, 16)
 # Sizes of gradients that are tried as the smallest one to be compressed, at most.
 _MOST_SIZES = 12
 
@@ -198,7 +199,7 @@ class _Search:
         is_divisible = algorithm == RAW or self._codecs[algorithm].is_divisible
         for shares in self._shares[topology]:
             seen = set()
-            for pieces_per_rank in _PIECES_PER_RANK if is_divisible else (None,):
+            for pieces_per_rank in _PIECES_PER_RANK if is_divisible else _PIECES_PER_RANK[:1]:
                 partitions = self._partitions(pieces_per_rank)
                 if partitions not in seen:
                     seen.add(partitions)
@@ -209,7 +210,8 @@ class _Search:
         if pieces_per_rank is None:
             return (1,) * len(self._sizes)
         total = sum(self._sizes)
-        piece = max(total // (pieces_per_rank * self._predictor.world_size), BLOCK)
+        # Rounded up, so that a single gradient has no partition more than pieces.
+        piece = max(-(-total // (pieces_per_rank * self._predictor.world_size)), BLOCK)
         return tuple(len(cut(count, max(-(-count // piece), 1), BLOCK)) for count in self._sizes)
 
     def _layout(self, partitions: tuple[int, ...], shares: tuple[float, ...]) -> _Layout:

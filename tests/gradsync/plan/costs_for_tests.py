@@ -1,0 +1,54 @@
+"""Costs of an imagined network, for tests of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_dlres.codecs import codec
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.gradsync.plan.costs import CodecCosts, LinearCost, LinkCosts, SyncCosts
+from lightning_dlres.gradsync.plan.plan import RAW
+
+FREE = LinearCost(fixed_seconds=0.0, seconds_per_item=0.0)
+
+
+def gradient_codecs(*names: str) -> dict[str, GradientCodec]:
+    found = {name: codec(name) for name in names}
+    return {name: one for name, one in found.items() if isinstance(one, GradientCodec)}
+
+
+def codec_costs(fixed: float, encode: float, merge: float, decode: float) -> CodecCosts:
+    """Return costs with one fixed time, and times of an element."""
+    return CodecCosts(
+        encode=LinearCost(fixed_seconds=fixed, seconds_per_item=encode),
+        merge=LinearCost(fixed_seconds=fixed, seconds_per_item=merge),
+        decode=LinearCost(fixed_seconds=fixed, seconds_per_item=decode),
+    )
+
+
+def sync_costs(
+    bandwidths: Sequence[float],
+    codecs: Mapping[str, CodecCosts] | None = None,
+    *,
+    message_seconds: float = 1e-4,
+    latency_seconds: float = 0.0,
+    all_reduce: LinearCost | None = None,
+) -> SyncCosts:
+    """Return costs; torch's all-reduce uses the slowest link as a ring does."""
+    ranks = len(bandwidths)
+    ring = LinearCost(
+        fixed_seconds=message_seconds,
+        seconds_per_item=2 * (ranks - 1) / ranks / min(bandwidths),
+    )
+    return SyncCosts(
+        codecs={
+            RAW: codec_costs(1e-6, 0.0, 4e-10, 4e-10),
+            **(codecs or {}),
+        },
+        links=LinkCosts(
+            message_seconds=message_seconds,
+            bandwidths=tuple(bandwidths),
+            latency_seconds=latency_seconds,
+        ),
+        all_reduce=all_reduce or ring,
+    )
