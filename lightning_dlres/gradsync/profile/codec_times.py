@@ -6,7 +6,6 @@ several units in turn, since a unit is in no cache when its step comes.
 
 from __future__ import annotations
 
-import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -25,8 +24,8 @@ from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 _SMALL = 4096
 # Units in turn. The largest ones fill more than the caches of a processor's core.
 _UNITS = 4
-# Times of each task, at most.
-_MOST_TIMES = 16
+# Times of each task: no fewer, and no more, even if there is time left.
+_LEAST_TIMES, _MOST_TIMES = 3, 16
 # Step whose codec is measured: after any warm-up.
 _STEP = 1 << 30
 
@@ -68,7 +67,7 @@ def measure_codecs(
             # The first step of a codec may differ. It also makes the payloads.
             tasks.encode_all()
             for task in (tasks.encode, tasks.merge, tasks.decode):
-                own.append(_median_seconds(task, device, budget))
+                own.append(_task_seconds(task, device, budget))
     slowest = messages.slowest(own)
     middle = len(slowest) // 2
     lines = [
@@ -83,15 +82,16 @@ def measure_codecs(
     }
 
 
-def _median_seconds(task: Callable[[int], None], device: torch.device, budget: float) -> float:
+def _task_seconds(task: Callable[[int], None], device: torch.device, budget: float) -> float:
+    """Return the lower quartile: other processes can only lengthen a task, by a lot at times."""
     seconds: list[float] = []
-    while not seconds or (len(seconds) < _MOST_TIMES and sum(seconds) < budget):
+    while len(seconds) < _LEAST_TIMES or (len(seconds) < _MOST_TIMES and sum(seconds) < budget):
         _synchronise(device)
         start = time.perf_counter()
         task(len(seconds) % _UNITS)
         _synchronise(device)
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def _synchronise(device: torch.device) -> None:
