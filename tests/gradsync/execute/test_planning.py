@@ -25,13 +25,17 @@ from tests.support.rank_pool import RankContext, RankPool
 COUNTS = {"weight": 90_000, "bias": 10, "none": 0}
 
 
-def plan(context: RankContext, options: dict[str, Any]) -> tuple[SyncDecision, float]:
-    """Return the decision, and the error of the mean that its plan computes."""
+def mailbox_of(context: RankContext) -> Mailbox:
     context.init_process_group()
     group = dist.new_group(backend="gloo", timeout=LONGER_THAN_ANY_RUN)
     assert isinstance(group, dist.ProcessGroup)
     names = [f"rank {rank}" for rank in range(context.world_size)]
-    mailbox = Mailbox(group, context.rank, names, timeout=20.0, check=lambda: None, tracer=Tracer())
+    return Mailbox(group, context.rank, names, timeout=20.0, check=lambda: None, tracer=Tracer())
+
+
+def plan(context: RankContext, options: dict[str, Any]) -> tuple[SyncDecision, float]:
+    """Return the decision, and the error of the mean that its plan computes."""
+    mailbox = mailbox_of(context)
     specs = [GradientSpec(name=name, count=count) for name, count in COUNTS.items()]
     codecs = codecs_for_auto()
     decision = plan_synchronisation(specs, codecs, mailbox, PlanningOptions(**options))
@@ -49,6 +53,28 @@ def plan(context: RankContext, options: dict[str, Any]) -> tuple[SyncDecision, f
     mailbox.close(orderly=True)
     dist.barrier()
     return decision, error
+
+
+def plan_again(context: RankContext) -> list[SyncDecision]:
+    """Return decisions before and after a step."""
+    mailbox = mailbox_of(context)
+    specs, options = [GradientSpec(name="weight", count=9000)], PlanningOptions(algorithm="raw")
+    decisions = [plan_synchronisation(specs, {}, mailbox, options)]
+    assert decisions[0].plan is not None
+    synchroniser = GradientSynchroniser(decisions[0].plan, {}, mailbox, Tracer())
+    synchroniser.run(0, {"weight": torch.ones(9000)})
+    decisions.append(plan_synchronisation(specs, {}, mailbox, options))
+    dist.barrier()
+    synchroniser.close()
+    mailbox.close(orderly=True)
+    dist.barrier()
+    return decisions
+
+
+def test_a_new_plan_may_be_made_between_two_steps(pool: RankPool) -> None:
+    one, other = pool.run(plan_again, 2)
+    assert one == other
+    assert one[0].costs != one[1].costs
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
