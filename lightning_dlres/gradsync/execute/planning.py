@@ -38,6 +38,7 @@ class PlanningOptions:
         element_bytes: Bytes of an element of a gradient.
         backward_seconds: Time of backward, with which synchronisation overlaps; 0 if not known.
         bucket_bytes: Bytes of a bucket of gradients.
+        is_coordinated: True if a coordinator lets one rank send to another at a time.
     """
 
     algorithm: str = AUTO
@@ -49,6 +50,7 @@ class PlanningOptions:
     element_bytes: int = 4
     backward_seconds: float = 0.0
     bucket_bytes: int = BUCKET_BYTES
+    is_coordinated: bool = False
 
 
 def plan_synchronisation(
@@ -98,6 +100,7 @@ def plan_synchronisation(
             backward_seconds=options.backward_seconds,
             bucket_bytes=options.bucket_bytes,
             least_bytes=options.least_bytes,
+            is_coordinated=options.is_coordinated,
         ).to_json()
     return SyncDecision.from_json(str(messages.share(text)))
 

@@ -72,6 +72,7 @@ def decide(
     bucket_bytes: int = BUCKET_BYTES,
     margin: float = MARGIN,
     least_bytes: int = 0,
+    is_coordinated: bool = False,
 ) -> SyncDecision:
     """Return the decision with the shortest predicted step.
 
@@ -89,6 +90,7 @@ def decide(
         bucket_bytes: Bytes of a bucket of gradients.
         margin: Part of the step that a lossy algorithm must gain.
         least_bytes: Gradients with fewer bytes are not compressed.
+        is_coordinated: True if a coordinator lets one rank send to another at a time.
 
     Raises:
         ConfigError: If there is no algorithm or topology, or one without costs.
@@ -111,6 +113,7 @@ def decide(
         element_bytes=element_bytes,
         backward_seconds=backward_seconds,
         bucket_bytes=bucket_bytes,
+        is_coordinated=is_coordinated,
     )
     search = _Search(gradients, predictor, codecs, -(-least_bytes // element_bytes))
     best: dict[str, tuple[Contender, _Layout | None]] = {}

@@ -77,7 +77,10 @@ class UnitTable:
 
 @dataclass(frozen=True, kw_only=True)
 class _TaskCounts:
-    """Tasks of a rank for one unit: float64[ranks, ranks], by rank and by the unit's owner."""
+    """Tasks of a rank for one unit: float64[ranks, ranks], by rank and by the unit's owner.
+
+    `is_crowded` is True if a rank receives from several ranks.
+    """
 
     encodes: Floats
     merges: Floats
@@ -85,6 +88,7 @@ class _TaskCounts:
     decodes: Floats
     sends: Floats
     receives: Floats
+    is_crowded: bool
 
 
 class StepPredictor:
@@ -97,6 +101,7 @@ class StepPredictor:
         backward_seconds: Time of backward, with which synchronisation overlaps. 0: all gradients
             are ready at once.
         bucket_bytes: Bytes of a bucket of gradients. The last bucket is ready when backward ends.
+        is_coordinated: True if a coordinator lets one rank send to another at a time.
     """
 
     def __init__(
@@ -107,11 +112,13 @@ class StepPredictor:
         element_bytes: int = 4,
         backward_seconds: float = 0.0,
         bucket_bytes: int = BUCKET_BYTES,
+        is_coordinated: bool = False,
     ) -> None:
         self.costs, self.world_size = costs, len(costs.links.bandwidths)
         self._codecs, self._element_bytes = codecs, element_bytes
         self._backward, self._bucket_bytes = backward_seconds, bucket_bytes
         self._bandwidths = np.array(costs.links.bandwidths)
+        self._crowded_part = 1.0 if is_coordinated else costs.links.crowded_part
         self._lone: dict[tuple[str, int, UnitSeconds], float] = {}
 
     def all_reduce(self, count: int) -> StepPrediction:
@@ -196,7 +203,8 @@ class StepPredictor:
         nbytes, number = by_owner(table.nbytes), by_owner()
         link_bytes = np.stack([tasks.sends @ nbytes, tasks.receives @ nbytes])
         messages = np.stack([tasks.sends @ number, tasks.receives @ number])
-        transfer = link_bytes / self._bandwidths + messages * links.message_seconds
+        speeds = self._bandwidths * (self._crowded_part if tasks.is_crowded else 1.0)
+        transfer = link_bytes / speeds + messages * links.message_seconds
         busiest_compute, busiest_link = float(compute.max()), float(transfer.max())
         # A link is idle during the first encoding and the last decoding, and the queue of compute
         # tasks is idle during one transfer.
@@ -274,4 +282,8 @@ def _task_counts(topology_name: str, world_size: int) -> _TaskCounts:
         decodes=count(TaskKind.DECODE),
         sends=count(TaskKind.SEND),
         receives=count(TaskKind.RECEIVE),
+        is_crowded=any(
+            len({task.peer for task in graph if task.kind is TaskKind.RECEIVE}) > 1
+            for graph in graphs
+        ),
     )

@@ -3,7 +3,7 @@
 All ranks send at the same time, each to a rank at the same distance from it. So every link carries
 one message in each direction, as in a planned transmission. A transfer between two ranks moves at
 the speed of the slower link. The largest speed of a rank over several distances is therefore taken
-for its link.
+for its link. In the end, all ranks send to all others at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 
 # Messages for the latency, and for the time of each message. Small ones, with no other tensors.
 _SMALL_MESSAGES, _SMALL_BYTES = 20, 512
-# Batches of messages. The median ignores one in which other processes had the processor.
-_BATCHES = 3
+# Batches of messages. The fastest one counts: other processes can only lengthen it.
+_BATCHES = 5
 # Bytes of the first and of the largest message for the bandwidth. The first one is larger than what
 # a limiter of a shaped link lets pass at once.
 _FIRST_BYTES, _LARGEST_BYTES = 256 << 10, 8 << 20
@@ -29,6 +29,8 @@ _ENOUGH_SECONDS = 0.01
 _MOST_DISTANCES = 8
 # Messages at each distance, at most.
 _MOST_TIMES = 3
+# Messages of each rank to each other one while all send at once, and the least bytes of one.
+_CROWDED_MESSAGES, _LEAST_CROWDED = 8, 4 << 10
 
 
 def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
@@ -45,10 +47,12 @@ def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
         # No message is sent. Any bandwidth will do.
         return LinkCosts(message_seconds=0.0, bandwidths=(1e12,))
     message_seconds, latency = messages.slowest(list(_small_messages(messages)))
+    bandwidths = _bandwidths(messages, latency, seconds)
     return LinkCosts(
         message_seconds=message_seconds,
-        bandwidths=_bandwidths(messages, latency, seconds),
+        bandwidths=bandwidths,
         latency_seconds=max(latency - message_seconds, 0.0),
+        crowded_part=_crowded_part(messages, min(bandwidths), seconds),
     )
 
 
@@ -75,7 +79,7 @@ def _small_messages(messages: ProbeMessages) -> tuple[float, float]:
         for _ in range(_SMALL_MESSAGES):
             messages.receive(previous)
         batches.append((time.perf_counter() - start) / _SMALL_MESSAGES)
-    return statistics.median(batches), statistics.median(latencies)
+    return min(batches), sorted(latencies)[len(latencies) // 4]
 
 
 def _bandwidths(messages: ProbeMessages, latency: float, budget: float) -> tuple[float, ...]:
@@ -98,6 +102,30 @@ def _bandwidths(messages: ProbeMessages, latency: float, budget: float) -> tuple
             for end in (rank, (rank - distance) % messages.ranks):
                 bandwidths[end] = max(bandwidths[end], received)
     return tuple(bandwidths)
+
+
+def _crowded_part(messages: ProbeMessages, bandwidth: float, budget: float) -> float:
+    """Return the part of the slowest link's bandwidth that all ranks together can use at once.
+
+    Each rank sends several messages to each other one. Without collisions, they would take half of
+    the budget.
+    """
+    others = [rank for rank in range(messages.ranks) if rank != messages.rank]
+    number = _CROWDED_MESSAGES * len(others)
+    if len(others) < 2:
+        return 1.0
+    nbytes = min(max(int(bandwidth * budget / 2 / number), _LEAST_CROWDED), _FIRST_BYTES)
+    payload = torch.zeros(nbytes, dtype=torch.uint8)
+    messages.gather([])
+    start = time.perf_counter()
+    for _ in range(_CROWDED_MESSAGES):
+        for other in others:
+            messages.send(other, payload)
+    for other in others:
+        for _ in range(_CROWDED_MESSAGES):
+            messages.receive(other)
+    seconds = messages.slowest([time.perf_counter() - start])[0]
+    return min(number * nbytes / bandwidth / seconds, 1.0)
 
 
 def _exchange(messages: ProbeMessages, distance: int, nbytes: int) -> float:

@@ -123,6 +123,25 @@ def test_few_units_take_as_long_as_their_critical_path(name: str) -> None:
         assert prediction.sync_seconds == pytest.approx(path)
 
 
+@pytest.mark.parametrize(("ranks", "name"), [(2, "ps"), (4, "ps"), (4, "ring")])
+@pytest.mark.parametrize("is_coordinated", [True, False])
+def test_only_a_rank_with_several_senders_is_crowded(
+    ranks: int, name: str, is_coordinated: bool
+) -> None:
+    free, crowded = (
+        StepPredictor(
+            sync_costs([25e6] * ranks, COSTS, message_seconds=0.0, crowded_part=part),
+            CODECS,
+            is_coordinated=is_coordinated,
+        ).plan(plan_of([100_000] * 8, ranks, name))
+        for part in (1.0, 0.5)
+    )
+    is_slower = ranks > 2 and name == "ps" and not is_coordinated
+    factor = 2 if is_slower else 1
+    assert crowded.transfer_seconds == pytest.approx(factor * free.transfer_seconds)
+    assert crowded.compute_seconds == free.compute_seconds
+
+
 def test_backward_hides_all_but_the_last_bucket() -> None:
     costs = sync_costs([25e6] * 4, COSTS)
     plan = plan_of([100_000] * 100, 4)
