@@ -44,7 +44,7 @@ class LinkCosts:
     """Links of all ranks to a network without other limits.
 
     Attributes:
-        message_seconds: Fixed seconds of a message, for which it occupies its link.
+        message_seconds: Fixed seconds of a message. Messages to one rank wait for each other.
         bandwidths: Bytes per second of each rank's link, in each direction.
         latency_seconds: Further seconds until a message arrives, in which its link is free.
         crowded_part: Part of the bandwidth that is left where several ranks send to one at a time,

@@ -79,7 +79,7 @@ class UnitTable:
 class _TaskCounts:
     """Tasks of a rank for one unit: float64[ranks, ranks], by rank and by the unit's owner.
 
-    `is_crowded` is True if a rank receives from several ranks.
+    `peers` is the number of ranks to which a rank sends.
     """
 
     encodes: Floats
@@ -88,7 +88,7 @@ class _TaskCounts:
     decodes: Floats
     sends: Floats
     receives: Floats
-    is_crowded: bool
+    peers: int
 
 
 class StepPredictor:
@@ -118,7 +118,7 @@ class StepPredictor:
         self._codecs, self._element_bytes = codecs, element_bytes
         self._backward, self._bucket_bytes = backward_seconds, bucket_bytes
         self._bandwidths = np.array(costs.links.bandwidths)
-        self._crowded_part = 1.0 if is_coordinated else costs.links.crowded_part
+        self._is_coordinated = is_coordinated
         self._lone: dict[tuple[str, int, UnitSeconds], float] = {}
 
     def all_reduce(self, count: int) -> StepPrediction:
@@ -203,8 +203,12 @@ class StepPredictor:
         nbytes, number = by_owner(table.nbytes), by_owner()
         link_bytes = np.stack([tasks.sends @ nbytes, tasks.receives @ nbytes])
         messages = np.stack([tasks.sends @ number, tasks.receives @ number])
-        speeds = self._bandwidths * (self._crowded_part if tasks.is_crowded else 1.0)
-        transfer = link_bytes / speeds + messages * links.message_seconds
+        speeds, message_seconds = self._bandwidths, links.message_seconds
+        if tasks.peers > 1 and not self._is_coordinated:
+            # Messages to several ranks collide, but also fill each other's gaps.
+            speeds = speeds * links.crowded_part
+            message_seconds /= tasks.peers
+        transfer = link_bytes / speeds + messages * message_seconds
         busiest_compute, busiest_link = float(compute.max()), float(transfer.max())
         # A link is idle during the first encoding and the last decoding, and the queue of compute
         # tasks is idle during one transfer.
@@ -282,8 +286,7 @@ def _task_counts(topology_name: str, world_size: int) -> _TaskCounts:
         decodes=count(TaskKind.DECODE),
         sends=count(TaskKind.SEND),
         receives=count(TaskKind.RECEIVE),
-        is_crowded=any(
-            len({task.peer for task in graph if task.kind is TaskKind.RECEIVE}) > 1
-            for graph in graphs
+        peers=max(
+            len({task.peer for task in graph if task.kind is TaskKind.SEND}) for graph in graphs
         ),
     )

@@ -16,8 +16,10 @@ import torch
 from lightning_dlres.gradsync.plan.costs import LinkCosts
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 
-# Messages for the latency, and for the time of each message. Small ones, with no other tensors.
-_SMALL_MESSAGES, _SMALL_BYTES = 20, 512
+# Bytes of a message for the latency, and of one for the time of each message.
+_SMALL_BYTES, _BATCH_BYTES = 512, 8 << 10
+# Messages of a batch.
+_BATCH = 10
 # Batches of messages. The fastest one counts: other processes can only lengthen it.
 _BATCHES = 5
 # Bytes of the first and of the largest message for the bandwidth. The first one is larger than what
@@ -46,8 +48,14 @@ def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
     if messages.ranks == 1:
         # No message is sent. Any bandwidth will do.
         return LinkCosts(message_seconds=0.0, bandwidths=(1e12,))
-    message_seconds, latency = messages.slowest(list(_small_messages(messages)))
+    latency = _latency(messages)
     bandwidths = _bandwidths(messages, latency, seconds)
+    # Small messages leave from the calling thread, others pass a thread, which takes longer. The
+    # bytes of a batch may pass a limiter of a shaped link at once, so both are tried.
+    message_seconds = max(
+        _message_seconds(messages, _SMALL_BYTES),
+        _message_seconds(messages, _BATCH_BYTES) - _BATCH_BYTES / min(bandwidths),
+    )
     return LinkCosts(
         message_seconds=message_seconds,
         bandwidths=bandwidths,
@@ -56,30 +64,34 @@ def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
     )
 
 
-def _small_messages(messages: ProbeMessages) -> tuple[float, float]:
-    """Return the seconds of a message among many, and those of one that is waited for."""
+def _latency(messages: ProbeMessages) -> float:
+    """Return the seconds of a small message that is waited for, on the slowest link."""
     small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
     following, previous = _at_distance(messages, 1)
-    # Connects the ranks.
-    messages.send(following, small)
-    messages.receive(previous)
     messages.gather([])
-    latencies = []
-    for _ in range(_SMALL_MESSAGES):
+    seconds = []
+    for _ in range(2 * _BATCH):
         start = time.perf_counter()
         messages.send(following, small)
         messages.receive(previous)
-        latencies.append(time.perf_counter() - start)
-    batches = []
+        seconds.append(time.perf_counter() - start)
+    return messages.slowest([sorted(seconds)[len(seconds) // 4]])[0]
+
+
+def _message_seconds(messages: ProbeMessages, nbytes: int) -> float:
+    """Return the seconds of one of many messages, on the slowest link."""
+    payload = torch.zeros(nbytes, dtype=torch.uint8)
+    following, previous = _at_distance(messages, 1)
+    seconds = []
     for _ in range(_BATCHES):
         messages.gather([])
         start = time.perf_counter()
-        for _ in range(_SMALL_MESSAGES):
-            messages.send(following, small)
-        for _ in range(_SMALL_MESSAGES):
+        for _ in range(_BATCH):
+            messages.send(following, payload)
+        for _ in range(_BATCH):
             messages.receive(previous)
-        batches.append((time.perf_counter() - start) / _SMALL_MESSAGES)
-    return min(batches), sorted(latencies)[len(latencies) // 4]
+        seconds.append((time.perf_counter() - start) / _BATCH)
+    return messages.slowest([min(seconds)])[0]
 
 
 def _bandwidths(messages: ProbeMessages, latency: float, budget: float) -> tuple[float, ...]:

@@ -34,7 +34,10 @@ def slow_loads(
         if unit.codec != RAW:
             nbytes = codecs[unit.codec].payload_bytes(unit.count)
         for rank in range(plan.world_size):
-            seconds = costs.links.message_seconds + nbytes / costs.links.bandwidths[rank]
+            # With a parameter server, messages to several ranks fill each other's gaps.
+            peers = plan.world_size - 1 if plan.topology == "ps" else 1
+            seconds = costs.links.message_seconds / max(peers, 1)
+            seconds += nbytes / costs.links.bandwidths[rank]
             for task in topology(plan.topology)(rank, plan.world_size, unit.owner):
                 if task.kind is TaskKind.ENCODE:
                     compute[rank] += cost.encode.seconds(unit.count)
