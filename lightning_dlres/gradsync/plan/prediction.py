@@ -1,8 +1,8 @@
 """Predicted time of a step, from measured costs and the task graphs that the executor runs.
 
 On each rank, the queue of compute tasks and both directions of the link work at the same time. The
-longest of them on any rank bounds the step. What the pipeline cannot overlap adds to it: a queue of
-compute tasks has no work until a gradient has arrived, and a link has none until one is encoded.
+busiest of them bounds the step. To its load comes the time in which it has to wait: its first task
+needs the result of others, and others go on after its last one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class StepPrediction:
     Attributes:
         compute_seconds: Compute tasks of the rank that has most of them.
         transfer_seconds: Transfers of the busiest direction of a link.
-        sync_seconds: Synchronisation of gradients that are all ready at once.
+        sync_seconds: Synchronisation of gradients that are all ready at once: the longer of both,
+            and the time for which its queue or link waits.
         step_seconds: Backward and synchronisation, as far as they do not overlap.
         link_bytes: Bytes that pass the busiest direction of a link.
     """
@@ -72,6 +73,16 @@ class UnitTable:
             own_merge=np.where(is_other, other.own_merge, self.own_merge),
             decode=np.where(is_other, other.decode, self.decode),
             nbytes=np.where(is_other, other.nbytes, self.nbytes),
+        )
+
+    def row(self, unit: int) -> UnitTable:
+        """Return the table of one unit."""
+        return UnitTable(
+            encode=self.encode[unit : unit + 1],
+            merge=self.merge[unit : unit + 1],
+            own_merge=self.own_merge[unit : unit + 1],
+            decode=self.decode[unit : unit + 1],
+            nbytes=self.nbytes[unit : unit + 1],
         )
 
 
@@ -119,7 +130,8 @@ class StepPredictor:
         self._backward, self._bucket_bytes = backward_seconds, bucket_bytes
         self._bandwidths = np.array(costs.links.bandwidths)
         self._is_coordinated = is_coordinated
-        self._lone: dict[tuple[str, int, UnitSeconds], float] = {}
+        # By topology, owner and costs of a unit.
+        self._idle: dict[tuple[str, int, UnitSeconds], float] = {}
 
     def all_reduce(self, count: int) -> StepPrediction:
         """Return the prediction for torch's all-reduce of `count` elements, bucket by bucket."""
@@ -179,7 +191,6 @@ class StepPredictor:
             owners: Owner of each unit.
             table: Costs of the units.
         """
-        links = self.costs.links
         if not len(counts):
             step = self._overlapped(0.0, 0)
             return StepPrediction(
@@ -189,7 +200,27 @@ class StepPredictor:
                 step_seconds=step,
                 link_bytes=0.0,
             )
-        tasks = _task_counts(topology_name, self.world_size)
+        compute, transfer, link_bytes = self._loads(topology_name, owners, table)
+        busiest = max(compute, transfer)
+        # A queue or link waits for the first tasks of some unit, and others do its last tasks.
+        idle = max(
+            self._idle_seconds(topology_name, owners, table, unit)
+            for unit in {int(table.nbytes.argmax()), int(table.encode.argmax())}
+        )
+        return StepPrediction(
+            compute_seconds=compute,
+            transfer_seconds=transfer,
+            sync_seconds=busiest + idle,
+            step_seconds=self._overlapped(busiest + idle, int(counts.sum()) * self._element_bytes),
+            link_bytes=link_bytes,
+        )
+
+    def _loads(
+        self, topology_name: str, owners: Integers, table: UnitTable
+    ) -> tuple[float, float, float]:
+        """Return the compute seconds of the busiest rank, and the seconds and bytes of the busiest
+        direction of a link."""
+        tasks, links = _task_counts(topology_name, self.world_size), self.costs.links
 
         def by_owner(values: Floats | None = None) -> Floats:
             return np.bincount(owners, values, self.world_size).astype(np.float64)
@@ -209,46 +240,30 @@ class StepPredictor:
             speeds = speeds * links.crowded_part
             message_seconds /= tasks.peers
         transfer = link_bytes / speeds + messages * message_seconds
-        busiest_compute, busiest_link = float(compute.max()), float(transfer.max())
-        # A link is idle during the first encoding and the last decoding, and the queue of compute
-        # tasks is idle during one transfer.
-        idle_link = idle_compute = 0.0
-        if self.world_size > 1:
-            idle_link = float(table.encode.mean() + table.decode.mean())
-            idle_compute = links.message_seconds + links.latency_seconds
-            idle_compute += float(table.nbytes.mean()) / max(links.bandwidths)
-        sync = max(
-            busiest_compute + idle_compute,
-            busiest_link + idle_link,
-            self._longest_unit(topology_name, owners, table),
-        )
-        return StepPrediction(
-            compute_seconds=busiest_compute,
-            transfer_seconds=busiest_link,
-            sync_seconds=sync,
-            step_seconds=self._overlapped(sync, int(counts.sum()) * self._element_bytes),
-            link_bytes=float(link_bytes.max()),
-        )
+        return float(compute.max()), float(transfer.max()), float(link_bytes.max())
 
-    def _longest_unit(self, topology_name: str, owners: Integers, table: UnitTable) -> float:
-        """Return the seconds that the units of the largest payload and the slowest codec take
-        alone. With few units, no other work fills the gaps between their tasks."""
-        longest = 0.0
-        for unit in {int(table.nbytes.argmax()), int(table.encode.argmax())}:
-            seconds = UnitSeconds(
-                encode=float(table.encode[unit]),
-                merge=float(table.merge[unit]),
-                own_merge=float(table.own_merge[unit]),
-                decode=float(table.decode[unit]),
-                nbytes=float(table.nbytes[unit]),
-            )
-            key = topology_name, int(owners[unit]), seconds
-            if key not in self._lone:
-                self._lone[key] = lone_unit_seconds(
-                    topology(topology_name), key[1], seconds, self.costs.links
-                )
-            longest = max(longest, self._lone[key])
-        return longest
+    def _idle_seconds(
+        self, topology_name: str, owners: Integers, table: UnitTable, unit: int
+    ) -> float:
+        """Return the part of a unit's critical path in which the busiest queue or link does not
+        work for it.
+
+        List scheduling takes at most the busiest load and the critical path (Graham, 1969). With a
+        single unit, their sum without the unit's own load is its critical path.
+        """
+        seconds = UnitSeconds(
+            encode=float(table.encode[unit]),
+            merge=float(table.merge[unit]),
+            own_merge=float(table.own_merge[unit]),
+            decode=float(table.decode[unit]),
+            nbytes=float(table.nbytes[unit]),
+        )
+        key = topology_name, int(owners[unit]), seconds
+        if key not in self._idle:
+            alone = lone_unit_seconds(topology(topology_name), key[1], seconds, self.costs.links)
+            loads = self._loads(topology_name, owners[unit : unit + 1], table.row(unit))
+            self._idle[key] = max(alone - max(loads[:2]), 0.0)
+        return self._idle[key]
 
     def _overlapped(self, sync_seconds: float, nbytes: int) -> float:
         """Return the time of backward and synchronisation, which overlap but for one bucket."""

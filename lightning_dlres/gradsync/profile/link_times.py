@@ -26,7 +26,7 @@ _BATCHES = 5
 # a limiter of a shaped link lets pass at once.
 _FIRST_BYTES, _LARGEST_BYTES = 256 << 10, 8 << 20
 # Seconds of a message from which its time says enough about the bandwidth.
-_ENOUGH_SECONDS = 0.01
+_ENOUGH_SECONDS = 0.05
 # Distances between ranks that are tried, at most.
 _MOST_DISTANCES = 8
 # Messages at each distance, at most.
@@ -96,19 +96,20 @@ def _message_seconds(messages: ProbeMessages, nbytes: int) -> float:
 
 def _bandwidths(messages: ProbeMessages, latency: float, budget: float) -> tuple[float, ...]:
     nbytes = _FIRST_BYTES
-    fastest, slowest = _extremes(messages, _exchange(messages, 1, nbytes))
+    fastest, slowest = _extremes(messages, _exchange(messages, 1, nbytes, latency))
     # A message of the slowest link is never longer than a part of the budget.
-    while fastest < _ENOUGH_SECONDS and 8 * slowest < budget and nbytes < _LARGEST_BYTES:
+    while fastest < _ENOUGH_SECONDS and 16 * slowest < budget and nbytes < _LARGEST_BYTES:
         nbytes *= 4
-        fastest, slowest = _extremes(messages, _exchange(messages, 1, nbytes))
+        fastest, slowest = _extremes(messages, _exchange(messages, 1, nbytes, latency))
     distances = list(range(1, messages.ranks))[:_MOST_DISTANCES]
-    times = max(1, min(int(budget / slowest) // len(distances), _MOST_TIMES))
+    rounds = max(1, int(budget / (2 * slowest)))
+    times = max(1, min(rounds // len(distances), _MOST_TIMES))
     bandwidths = [0.0] * messages.ranks
     # With little time, only the first distances are tried.
-    for distance in distances[: max(1, int(budget / slowest))]:
-        seconds = statistics.median(_exchange(messages, distance, nbytes) for _ in range(times))
-        # Ranks start at times that differ by up to the latency.
-        speed = nbytes / max(seconds - latency, seconds / 2)
+    for distance in distances[:rounds]:
+        speed = nbytes / statistics.median(
+            _exchange(messages, distance, nbytes, latency) for _ in range(times)
+        )
         for rank, (received,) in enumerate(messages.gather([speed])):
             # The transfer says as much about the sender's link as about the receiver's.
             for end in (rank, (rank - distance) % messages.ranks):
@@ -140,14 +141,24 @@ def _crowded_part(messages: ProbeMessages, bandwidth: float, budget: float) -> f
     return min(number * nbytes / bandwidth / seconds, 1.0)
 
 
-def _exchange(messages: ProbeMessages, distance: int, nbytes: int) -> float:
-    """Send to the rank at a distance, and return the seconds that the bytes to this one took."""
+def _exchange(messages: ProbeMessages, distance: int, nbytes: int, latency: float) -> float:
+    """Send two messages to the rank at a distance; return the seconds of one to this rank.
+
+    A limiter of a shaped link lets the first bytes pass at once, so the second message counts. Its
+    bytes may have come before this thread has received the first one. It is therefore not shorter
+    than the mean of both.
+    """
     destination, source = _at_distance(messages, distance)
     messages.gather([])
     start = time.perf_counter()
-    messages.send(destination, torch.zeros(nbytes, dtype=torch.uint8))
+    for _ in range(2):
+        messages.send(destination, torch.zeros(nbytes, dtype=torch.uint8))
     messages.receive(source)
-    return time.perf_counter() - start
+    first = time.perf_counter() - start
+    messages.receive(source)
+    both = time.perf_counter() - start
+    # Ranks start at times that differ by up to the latency.
+    return max(both - first, (both - latency) / 2, both / 4)
 
 
 def _extremes(messages: ProbeMessages, seconds: float) -> tuple[float, float]:
