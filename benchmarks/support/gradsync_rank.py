@@ -46,7 +46,10 @@ class Contender:
             if name == "fp16 hook":
                 wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
             elif name != "ddp":
-                self.state = GradientSyncState(algorithm=name, timeout=60.0, **options)
+                self.state = GradientSyncState(
+                    **{"algorithm": name, "topology": "ps", "coordinator": "none", **options},
+                    timeout=60.0,
+                )
                 wrapped.register_comm_hook(self.state, compressed_hook)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 

@@ -25,11 +25,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dlres import _compat
-from lightning_dlres.core.checks import instance, one_of
 from lightning_dlres.core.comm.collectives import any_rank
 from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.strategies.connection import Connection, join_process_group, require_script
+from lightning_dlres.strategies.connection import (
+    Connection,
+    check_backend,
+    join_process_group,
+    require_script,
+)
 from lightning_dlres.strategies.signals import DeferredSignals
 
 
@@ -67,13 +71,7 @@ class ConnectedStrategy(ParallelStrategy):
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
-        if process_group_backend is not None:
-            name, fix = "process_group_backend", "process_group_backend='gloo'"
-            rule = "the name of a backend of torch.distributed"
-            instance(name, process_group_backend, (str,), rule, fix)
-            backends = set(dist.Backend.backend_list)
-            for part in process_group_backend.lower().split(","):
-                one_of(name, part.split(":")[-1], backends, fix)
+        check_backend(process_group_backend)
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._num_nodes = 1

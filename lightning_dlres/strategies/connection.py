@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 
+from lightning_dlres.core.checks import instance, one_of
 from lightning_dlres.core.comm.collectives import (
     all_ranks,
     any_rank,
@@ -32,6 +33,20 @@ from lightning_dlres.core.wire.tree import Tree
 _TIMEOUT_AFTER_FAILURE_SECONDS = 10.0
 # Longest wait for the watch's connections at the start, in seconds.
 _WATCH_DEADLINE_SECONDS = 30.0
+
+
+def check_backend(backend: object) -> None:
+    """Check the argument `process_group_backend`, such as "gloo" or "cpu:gloo,cuda:nccl".
+
+    Raises:
+        ConfigError: If it is neither None nor a name of a backend.
+    """
+    if backend is None:
+        return
+    name, fix = "process_group_backend", "process_group_backend='gloo'"
+    instance(name, backend, (str,), "the name of a backend of torch.distributed", fix)
+    for part in str(backend).lower().split(","):
+        one_of(name, part.split(":")[-1], set(dist.Backend.backend_list), fix)
 
 
 def join_process_group(

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -21,18 +21,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
+from torch.optim import Optimizer
 
-from lightning_dlres.codecs import base as registry
-from lightning_dlres.codecs.gradient import GradientCodec
-from lightning_dlres.core.checks import finite, one_of, whole_number
-from lightning_dlres.core.comm.collectives import any_rank
-from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
+from lightning_dlres.core.checks import (
+    flag,
+    function,
+    instance,
+    one_of,
+    timeout_seconds,
+    whole_number,
+)
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
+from lightning_dlres.gradsync.execute.coordinator_trial import tried_coordinator
+from lightning_dlres.gradsync.execute.planning import (
+    AUTO,
+    SyncPlanningOptions,
+    codecs_for_auto,
+    is_adam_like,
+    plan_synchronisation,
+)
 from lightning_dlres.gradsync.execute.saved_states import restore_states, save_states, unsent_mean
+from lightning_dlres.gradsync.execute.session import (
+    SyncSession,
+    all_ranks_agree,
+    gloo_group,
+    gradient_codecs,
+)
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
+from lightning_dlres.gradsync.plan.decision import SyncDecision
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec, partitions_for
@@ -42,6 +60,7 @@ NONE = "none"
 # First step that repeats a plan. DDP sorts parameters into other buckets after step 0, and step 1
 # is slow because connections are made in it.
 _REPLAYED_STEP = 3
+_COORDINATORS = (AUTO, "always", "replay", NONE)
 
 
 class GradientSyncState:
@@ -50,15 +69,20 @@ class GradientSyncState:
     Use one state for one DistributedDataParallel module.
 
     Args:
-        algorithm: Name of a gradient codec, "raw" for uncompressed gradients over the same tasks,
-            or "none" for torch's all-reduce.
+        algorithm: "auto" measures the ranks and links at the start, and takes the algorithm with
+            the shortest predicted step, or torch's all-reduce. Other values: the name of a gradient
+            codec, "raw" for uncompressed gradients over the same tasks, or "none" for torch's
+            all-reduce.
         codec_options: Keyword arguments of the codec.
-        topology: "ps" (parameter server) or "ring".
+        topology: "ps" (each rank is the parameter server of a part of the gradients), "ring", or
+            "auto" for the one with the shorter predicted step.
         coordinator: "always" asks a coordinator on rank 0 when to send each payload; "replay"
             learns its plan in a step and repeats it; "none" sends payloads as soon as they are
-            ready.
+            ready. "auto" tries both at the start, and takes "replay" if it gains more than 2 %.
         min_bytes: Gradients with fewer bytes are not compressed.
-        timeout: Seconds that a rank waits for another.
+        timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
+        optimizers: Optimizers that get the gradients. "auto" takes one- and two-bit codecs only if
+            all of them are `torch.optim.SGD`; None counts as others.
         check: Called while waiting; raises if a rank is known to have failed.
         keeps_previous: True makes `undo_step` possible, with a second copy of the residuals. Use it
             with a gradient scaler, which skips steps.
@@ -72,6 +96,7 @@ class GradientSyncState:
             zero. The residuals of this rank then stay unchanged.
         last_ready: Time, from `time.perf_counter`, at which the last gradient of the newest step
             was ready on this rank.
+        decision: Decision of the cost model, with its table; None if nothing was left to "auto".
 
     Raises:
         ConfigError: If an argument has a bad value.
@@ -80,40 +105,43 @@ class GradientSyncState:
     def __init__(
         self,
         *,
-        algorithm: str,
+        algorithm: str = AUTO,
         codec_options: Mapping[str, Any] | None = None,
-        topology: str = "ps",
-        coordinator: Literal["always", "replay", "none"] = "none",
+        topology: str = AUTO,
+        coordinator: Literal["auto", "always", "replay", "none"] = "auto",
         min_bytes: int = 16 << 10,
-        timeout: float = 300.0,
+        timeout: float | str | timedelta = "5min",
+        optimizers: Sequence[Optimizer] | None = None,
         check: Callable[[], None] | None = None,
         keeps_previous: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        self.algorithm = algorithm
-        self._codecs = _codecs_of(algorithm, codec_options or {})
-        self._topology = one_of("topology", topology, TOPOLOGIES, "topology='ps'")
-        self._coordinator = one_of(
-            "coordinator", coordinator, ("always", "replay", NONE), "coordinator='none'"
-        )
+        self._codecs = gradient_codecs(algorithm, codec_options, (AUTO, NONE, RAW))
+        self._algorithm = algorithm
+        self._topology = one_of("topology", topology, (AUTO, *TOPOLOGIES), "topology='ps'")
+        self._coordinator = one_of("coordinator", coordinator, _COORDINATORS, "coordinator='none'")
         self._min_bytes = whole_number("min_bytes", min_bytes, "min_bytes=0", least=0)
-        self._timeout = finite("timeout", timeout, "timeout=300", above=True)
+        self._timeout = timeout_seconds(timeout)
+        self._is_adam_like = is_adam_like(_checked(optimizers))
+        function("check", check)
         self._check = check or _no_check
-        self._keeps_previous = keeps_previous
+        self._keeps_previous = flag("keeps_previous", keeps_previous)
+        if tracer is not None:
+            instance("tracer", tracer, (Tracer,), "a Tracer or None", "tracer=None")
         self.tracer = tracer or Tracer()
         self.loss_scale, self.has_data, self.last_ready = 1.0, True, 0.0
+        self.decision: SyncDecision | None = None
         self._step = 0
         self._names: dict[nn.Parameter, str] = {}
         self._specs: list[GradientSpec] = []
         # True until the hook has learnt the parameters in its first step.
         self._is_learning = True
+        self._is_open = False
         self._states = CodecStates()
         self._plan: SyncPlan | None = None
         self._saved: list[Mapping[str, Any]] = []
-        self._mailbox: Mailbox | None = None
-        self._end: weakref.finalize[..., Any] | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._synchroniser: GradientSynchroniser | None = None
+        self._session: SyncSession | None = None
+        self._control: dist.ProcessGroup | None = None
         self._failure: BaseException | None = None
 
     def name_parameters(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -131,6 +159,11 @@ class GradientSyncState:
                 self._names[parameter] = name
                 self._specs.append(GradientSpec(name=name, count=parameter.numel()))
         self._is_learning = not self._specs
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm; that of the cost model's decision once there is one."""
+        return self._algorithm if self.decision is None else self.decision.algorithm
 
     @property
     def suits_adam(self) -> bool:
@@ -154,8 +187,8 @@ class GradientSyncState:
 
     @property
     def synchroniser(self) -> GradientSynchroniser | None:
-        """Engine; None before its first step and after `close`."""
-        return self._synchroniser
+        """Engine; None before its first step, after `close`, and with torch's all-reduce."""
+        return None if self._session is None else self._session.synchroniser
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Start to replace the gradients of a bucket by their means; return its future buffer.
@@ -171,18 +204,18 @@ class GradientSyncState:
             self.last_ready = time.perf_counter()
             self._step += 1
             self._is_learning = False
-        if world_size == 1 or self.algorithm == NONE or is_learning:
-            if is_learning:
-                self._learn(bucket)
-            if world_size == 1 and self._saved:
-                self._add_unsent(bucket)
-            return _all_reduce(bucket.buffer(), world_size)
-        if self._synchroniser is None:
-            self._synchroniser = self._open(world_size, bucket.buffer().device)
-        future: Future[Tensor] = Future()
         buffer = bucket.buffer()
+        if is_learning:
+            self._learn(bucket)
+            return _all_reduce(buffer, world_size)
+        self.open(buffer.device, buffer.element_size())
+        if self._session is None:
+            if self._saved:
+                self._add_unsent(bucket)
+            return _all_reduce(buffer, world_size)
+        future: Future[Tensor] = Future()
         done = functools.partial(self._finish, future, buffer)
-        self._synchroniser.start(
+        self._session.synchroniser.start(
             step,
             self._gradients_of(bucket),
             done,
@@ -208,8 +241,13 @@ class GradientSyncState:
 
         Every rank has its own. The tensors are not copied: save them before the next step.
         """
-        units = {} if self._plan is None else save_states(self._states, self._plan)
-        return {"step": self._step, "algorithm": self.algorithm, **units}
+        units: Mapping[str, Any] = {}
+        if self._plan is not None:
+            units = save_states(self._states, self._plan)
+        elif self._saved and len(self._saved) == dist.get_world_size():
+            # Nothing was sent since these states were loaded.
+            units = self._saved[dist.get_rank()]
+        return {**units, "step": self._step, "algorithm": self.algorithm}
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue from the states of all ranks of an earlier run, before the first step.
@@ -227,15 +265,9 @@ class GradientSyncState:
             raise ConfigError(
                 got_expected("states", [], "the states of all ranks", "states=[state of rank 0]")
             )
-        if self._plan is not None:
-            raise ConfigError(
-                got_expected(
-                    "states",
-                    "states after the first step",
-                    "loaded before it",
-                    "a new GradientSyncState",
-                )
-            )
+        if self._is_open:
+            got, rule = "states after the first step", "loaded before it"
+            raise ConfigError(got_expected("states", got, rule, "a new GradientSyncState"))
         self._step = states[0]["step"]
         self._saved = [one for one in states if "units" in one]
 
@@ -245,60 +277,96 @@ class GradientSyncState:
         Raises:
             PeerError: If a rank does not call it in time.
         """
-        if self._mailbox is not None and self._failure is None:
-            # The last messages of other ranks may still need the coordinator, or pass this rank.
-            any_rank(False, self._timeout, self._check)
-        if self._synchroniser is not None:
-            self._synchroniser.close()
-        if self._mailbox is not None:
-            assert self._end is not None
-            self._end.detach()
-            self._mailbox.close(orderly=self._failure is None)
-        if self._group is not None and self._failure is None:
-            dist.destroy_process_group(self._group)
-        self._synchroniser = self._mailbox = self._group = None
+        session, self._session = self._session, None
+        control, self._control = self._control, None
+        is_orderly = False
+        try:
+            if session is not None and control is not None and self._failure is None:
+                # The last messages of other ranks may still need the coordinator, or pass this
+                # rank.
+                all_ranks_agree(True, control, self._timeout, self._check)
+                is_orderly = True
+        finally:
+            if session is not None:
+                session.close(orderly=is_orderly)
+            if control is not None and is_orderly:
+                dist.destroy_process_group(control)
+
+    def open(self, device: torch.device, element_bytes: int = 4) -> None:
+        """Connect the ranks and make the plan, unless that was done; called by all ranks together.
+
+        The first step calls it. `name_parameters` must be called before.
+
+        Args:
+            device: Device of the gradients.
+            element_bytes: Bytes of an element of a gradient.
+
+        Raises:
+            PeerError: If a rank is lost or late.
+        """
+        if self._is_open or not self._specs:
+            return
+        self._is_open = True
+        if self._algorithm == NONE or dist.get_world_size() == 1:
+            return
+        self._control = gloo_group()
+        session = SyncSession(timeout=self._timeout, check=self._check, tracer=self.tracer)
+        plan = self._plan_on(session, device, element_bytes)
+        if plan is None:
+            session.close(orderly=True)
+            return
+        self._plan = plan
+        self._restore(device)
+        coordinator = self._coordinator
+        if coordinator == AUTO:
+            coordinator = tried_coordinator(
+                plan, self._codecs, device, timeout=self._timeout, check=self._check
+            )
+        session.start(
+            plan,
+            self._codecs,
+            self._states,
+            coordinator=coordinator,
+            replay_from=self._step + _REPLAYED_STEP,
+            keeps_previous=self._keeps_previous,
+        )
+        self._session = session
 
     def _learn(self, bucket: GradBucket) -> None:
         for parameter in bucket.parameters():
             name = self._names.setdefault(parameter, f"parameter {len(self._specs)}")  # type: ignore[arg-type]
             self._specs.append(GradientSpec(name=name, count=parameter.numel()))
 
-    def _open(self, world_size: int, device: torch.device) -> GradientSynchroniser:
-        """Connect the ranks, and return the engine; called by all ranks together."""
-        group = dist.new_group(backend="gloo", timeout=LONGER_THAN_ANY_RUN)
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
-        self._mailbox = Mailbox(
-            group,
-            dist.get_rank(),
-            [f"rank {rank}" for rank in range(world_size)],
-            timeout=self._timeout,
-            check=self._check,
-            tracer=self.tracer,
-        )
-        # A thread inside gloo would abort the process at its exit, so a script that does not call
-        # `close` abandons the threads.
-        self._end = weakref.finalize(self, self._mailbox.close, False)
-        choices = [self._choose(spec, world_size) for spec in self._specs]
-        plan = make_plan(
+    def _plan_on(
+        self, session: SyncSession, device: torch.device, element_bytes: int
+    ) -> SyncPlan | None:
+        """Return the plan, the same on all ranks; None for torch's all-reduce."""
+        if AUTO not in (self._algorithm, self._topology):
+            world_size = dist.get_world_size()
+            return make_plan(
+                self._specs,
+                [self._choose(spec, world_size) for spec in self._specs],
+                world_size=world_size,
+                topology=self._topology,
+                alignment=BLOCK,
+            )
+        if self._algorithm == AUTO:
+            self._codecs = codecs_for_auto()
+        self.decision = plan_synchronisation(
             self._specs,
-            choices,
-            world_size=world_size,
-            topology=self._topology,
-            alignment=BLOCK,
-        )
-        self._plan = plan
-        self._restore(device)
-        return GradientSynchroniser(
-            plan,
             self._codecs,
-            self._mailbox,
-            self.tracer,
-            states=self._states,
-            keeps_previous=self._keeps_previous,
-            coordinator=None if self._coordinator == NONE else CoordinatorLink(self._mailbox),
-            replay_from=_REPLAYED_STEP if self._coordinator == "replay" else None,
+            session.mailbox,
+            SyncPlanningOptions(
+                algorithm=self._algorithm,
+                topology=self._topology,
+                is_adam_like=self._is_adam_like,
+                least_bytes=self._min_bytes,
+                device=device,
+                element_bytes=element_bytes,
+                is_coordinated=self._coordinator in ("always", "replay"),
+            ),
         )
+        return self.decision.plan
 
     def _restore(self, device: torch.device) -> None:
         """Take over the states of an earlier run."""
@@ -367,20 +435,15 @@ def _all_reduce(buffer: Tensor, world_size: int) -> Future[Tensor]:
     return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
 
 
-def _codecs_of(algorithm: str, options: Mapping[str, Any]) -> dict[str, GradientCodec]:
-    if algorithm in (NONE, RAW):
-        if options:
-            raise ConfigError(got_expected("codec_options", dict(options), "None", "None"))
-        return {}
-    algorithms = [
-        name for name in registry.names() if isinstance(registry.codec(name), GradientCodec)
-    ]
-    if algorithm not in algorithms:
-        rule = f"one of {[NONE, RAW, *algorithms]}"
-        raise ConfigError(got_expected("algorithm", algorithm, rule, "algorithm='fp16'"))
-    codec = type(registry.codec(algorithm))(**options)
-    assert isinstance(codec, GradientCodec)
-    return {algorithm: codec}
+def _checked(optimizers: object) -> Sequence[Optimizer]:
+    """Return the argument `optimizers` as a sequence; an empty one for None."""
+    if optimizers is None:
+        return ()
+    is_sequence = isinstance(optimizers, (list, tuple))
+    if not is_sequence or not all(isinstance(one, Optimizer) for one in optimizers):  # type: ignore[attr-defined]
+        rule = "a list of optimizers or None"
+        raise ConfigError(got_expected("optimizers", optimizers, rule, "optimizers=None"))
+    return optimizers  # type: ignore[return-value]
 
 
 def _no_check() -> None:

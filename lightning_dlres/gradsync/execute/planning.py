@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanningOptions:
+class SyncPlanningOptions:
     """Options of the planning, the same on all ranks.
 
     Attributes:
@@ -57,7 +57,7 @@ def plan_synchronisation(
     gradients: Sequence[GradientSpec],
     codecs: Mapping[str, GradientCodec],
     mailbox: Mailbox,
-    options: PlanningOptions,
+    options: SyncPlanningOptions,
 ) -> SyncDecision:
     """Return the decision of rank 0; called by all ranks together.
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from lightning_dlres.codecs import base as registry
 from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.core.checks import keyword_arguments
 from lightning_dlres.core.comm.collectives import wait_for_collective
 from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
 from lightning_dlres.core.errors import ConfigError, got_expected
@@ -27,49 +28,69 @@ class SyncSession:
     All ranks create a session together.
 
     Args:
-        plan: Plan, the same on all ranks.
-        codecs: Codecs of the plan by name, with equal options on all ranks.
-        states: States of this rank's codecs.
-        has_coordinator: True asks a coordinator on rank 0 when to send each payload.
         timeout: Seconds that a rank waits for another.
         check: Called while waiting; raises if a rank is known to have failed.
         tracer: Gets a span for each task.
 
     Attributes:
-        synchroniser: The engine.
+        mailbox: Messages to the other ranks.
     """
 
-    def __init__(
-        self,
-        plan: SyncPlan,
-        codecs: Mapping[str, GradientCodec],
-        *,
-        states: CodecStates,
-        has_coordinator: bool,
-        timeout: float,
-        check: Callable[[], None],
-        tracer: Tracer,
-    ) -> None:
+    def __init__(self, *, timeout: float, check: Callable[[], None], tracer: Tracer) -> None:
+        self._tracer = tracer
         self._group = gloo_group()
-        self._mailbox = Mailbox(
+        self.mailbox = Mailbox(
             self._group,
             dist.get_rank(),
-            [f"rank {rank}" for rank in range(plan.world_size)],
+            [f"rank {rank}" for rank in range(dist.get_world_size())],
             timeout=timeout,
             check=check,
             tracer=tracer,
         )
         # A thread inside gloo would abort the process at its exit, so a script that does not call
         # `close` abandons the threads.
-        self._end = weakref.finalize(self, self._mailbox.close, False)
-        self.synchroniser = GradientSynchroniser(
+        self._end = weakref.finalize(self, self.mailbox.close, False)
+        self._synchroniser: GradientSynchroniser | None = None
+
+    def start(
+        self,
+        plan: SyncPlan,
+        codecs: Mapping[str, GradientCodec],
+        states: CodecStates,
+        *,
+        coordinator: str = "none",
+        replay_from: int = 1,
+        keeps_previous: bool = False,
+    ) -> GradientSynchroniser:
+        """Return the engine for a plan; called once, by all ranks together.
+
+        Args:
+            plan: Plan, the same on all ranks.
+            codecs: Codecs of the plan by name, with equal options on all ranks.
+            states: States of this rank's codecs.
+            coordinator: "always" asks a coordinator on rank 0 when to send each payload; "replay"
+                repeats its plan from step `replay_from` on; "none" sends payloads at once.
+            replay_from: First step that repeats the plan of the step before.
+            keeps_previous: True copies the codecs' states before each step, so that it can be
+                undone.
+        """
+        self._synchroniser = GradientSynchroniser(
             plan,
             codecs,
-            self._mailbox,
-            tracer,
+            self.mailbox,
+            self._tracer,
             states=states,
-            coordinator=CoordinatorLink(self._mailbox) if has_coordinator else None,
+            coordinator=None if coordinator == "none" else CoordinatorLink(self.mailbox),
+            replay_from=replay_from if coordinator == "replay" else None,
+            keeps_previous=keeps_previous,
         )
+        return self._synchroniser
+
+    @property
+    def synchroniser(self) -> GradientSynchroniser:
+        """The engine, after `start`."""
+        assert self._synchroniser is not None
+        return self._synchroniser
 
     def close(self, *, orderly: bool) -> None:
         """End the threads.
@@ -77,9 +98,10 @@ class SyncSession:
         Args:
             orderly: True after all ranks have finished their last step; False after a failure.
         """
-        self.synchroniser.close()
+        if self._synchroniser is not None:
+            self._synchroniser.close()
         self._end.detach()
-        self._mailbox.close(orderly=orderly)
+        self.mailbox.close(orderly=orderly)
         if orderly:
             dist.destroy_process_group(self._group)
 
@@ -112,20 +134,34 @@ def all_ranks_agree(
     return bool(value)
 
 
-def gradient_codecs(algorithm: str, options: Mapping[str, Any]) -> dict[str, GradientCodec]:
-    """Return the codec of an algorithm by its name; an empty dict for "raw".
+def gradient_codecs(
+    algorithm: str, codec_options: object, others: Sequence[str] = (RAW,)
+) -> dict[str, GradientCodec]:
+    """Return the codec of an algorithm by its name; an empty dict for algorithms without one.
+
+    Args:
+        algorithm: Name of a gradient codec, or one of `others`.
+        codec_options: Keyword arguments of the codec, or None.
+        others: Algorithms without a codec.
 
     Raises:
-        ConfigError: If no gradient codec has that name, or an option has a bad value.
+        ConfigError: If no gradient codec has that name, or an option is unknown or bad.
     """
-    if algorithm == RAW:
-        if options:
-            raise ConfigError(got_expected("codec_options", dict(options), "None", "None"))
-        return {}
+    options = keyword_arguments("codec_options", codec_options)
     names = [name for name in registry.names() if isinstance(registry.codec(name), GradientCodec)]
-    if algorithm not in names:
-        rule = f"one of {[RAW, *names]}"
-        raise ConfigError(got_expected("algorithm", algorithm, rule, "algorithm='onebit'"))
-    codec = type(registry.codec(algorithm))(**options)
+    if not isinstance(algorithm, str) or algorithm not in [*others, *names]:
+        rule = f"one of {[*others, *names]}"
+        raise ConfigError(got_expected("algorithm", algorithm, rule, "algorithm='int8'"))
+    if algorithm in others:
+        if options:
+            rule = f"None for algorithm {algorithm!r}"
+            raise ConfigError(got_expected("codec_options", options, rule, "codec_options=None"))
+        return {}
+    kind = type(registry.codec(algorithm))
+    known = inspect.signature(kind).parameters
+    if not options.keys() <= known.keys():
+        rule = f"arguments of {kind.__name__}: {sorted(known)}"
+        raise ConfigError(got_expected("codec_options", options, rule, "codec_options=None"))
+    codec = kind(**options)
     assert isinstance(codec, GradientCodec)
     return {algorithm: codec}

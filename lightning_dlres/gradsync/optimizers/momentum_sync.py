@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future, collect_all
 
-from lightning_dlres.core.checks import finite, function, one_of, whole_number
+from lightning_dlres.core.checks import function, one_of, timeout_seconds, whole_number
 from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.saved_states import restore_states, save_states, unsent_mean
@@ -50,7 +51,7 @@ class MomentumSync:
         coordinator: "always" asks a coordinator on rank 0 when to send each payload; "none" sends
             payloads as soon as they are ready.
         min_bytes: Momenta with fewer bytes are not compressed.
-        timeout: Seconds that a rank waits for another.
+        timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
         check: Called while waiting; raises if a rank is known to have failed.
 
     Attributes:
@@ -69,18 +70,17 @@ class MomentumSync:
         topology: str = "ps",
         coordinator: Literal["always", "none"] = "none",
         min_bytes: int = 16 << 10,
-        timeout: float = 300.0,
+        timeout: float | str | timedelta = "5min",
         check: Callable[[], None] | None = None,
     ) -> None:
         self._algorithm = algorithm
-        self._codecs = gradient_codecs(algorithm, codec_options or {})
+        self._codecs = gradient_codecs(algorithm, codec_options)
         self._topology = one_of("topology", topology, TOPOLOGIES, "topology='ps'")
-        coordinator_choice = one_of(
+        self._coordinator = one_of(
             "coordinator", coordinator, ("always", "none"), "coordinator='none'"
         )
-        self._has_coordinator = coordinator_choice == "always"
         self._min_bytes = whole_number("min_bytes", min_bytes, "min_bytes=0", least=0)
-        self._timeout = finite("timeout", timeout, "timeout=300", above=True)
+        self._timeout = timeout_seconds(timeout)
         function("check", check)
         self._check = check or _no_check
         self.tracer = Tracer()
@@ -286,15 +286,9 @@ class MomentumSync:
             topology=self._topology,
             alignment=BLOCK,
         )
-        return SyncSession(
-            plan,
-            self._codecs,
-            states=self._restored(plan),
-            has_coordinator=self._has_coordinator,
-            timeout=self._timeout,
-            check=self._check,
-            tracer=self.tracer,
-        )
+        session = SyncSession(timeout=self._timeout, check=self._check, tracer=self.tracer)
+        session.start(plan, self._codecs, self._restored(plan), coordinator=self._coordinator)
+        return session
 
     def _restored(self, plan: SyncPlan) -> CodecStates:
         """Return the states of an earlier run, or new ones."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-import torch
 from torch.optim import Optimizer
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.execute.planning import is_adam_like
 from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.gradsync.optimizers.one_bit_adam import OneBitAdam
 
@@ -38,16 +38,10 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def is_adam_like(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer divides gradients by a mean of their squares."""
-    inner = unwrapped(optimizer)
-    kinds = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
-    return "betas" in inner.defaults or isinstance(inner, kinds)
-
-
 def warn_about_optimizers(state: GradientSyncState, optimizers: Sequence[Optimizer]) -> None:
-    """Warn if the codec has too few bits for an optimizer like Adam."""
-    names = sorted({type(unwrapped(o)).__name__ for o in optimizers if is_adam_like(o)})
+    """Warn if the codec has too few bits for an optimizer that may be like Adam."""
+    inner = [unwrapped(optimizer) for optimizer in optimizers]
+    names = sorted({type(o).__name__ for o in inner if is_adam_like([o])})
     if state.suits_adam or not names:
         return
     warnings.warn(

@@ -16,6 +16,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dlres.core.checks import finite
+from lightning_dlres.core.checks import finite, flag, timeout_seconds
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
@@ -34,13 +35,14 @@ from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
 from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance
 from lightning_dlres.strategies.compressed_ddp.optimizers import (
     momentum_of,
+    unwrapped,
     warn_about_optimizers,
 )
 from lightning_dlres.strategies.compressed_ddp.report_sections import sync_sections
 from lightning_dlres.strategies.compressed_ddp.residuals import CHECKPOINT_KEY, gather_states
 from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder
 from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader
-from lightning_dlres.strategies.connection import Connection, require_script
+from lightning_dlres.strategies.connection import Connection, check_backend, require_script
 
 
 class CompressedDDPStrategy(DDPStrategy):
@@ -57,18 +59,22 @@ class CompressedDDPStrategy(DDPStrategy):
     with the weight zero, and the gradients of the others are weighted by their samples.
 
     Args:
-        algorithm: Name of a gradient codec, "raw" for uncompressed gradients over the same tasks,
-            or "none" for the all-reduce of `DDPStrategy`.
+        algorithm: "auto" measures the ranks and links at the start, prints a table, and takes the
+            algorithm with the shortest predicted step, or `DDPStrategy`'s all-reduce. It takes one-
+            and two-bit codecs for `torch.optim.SGD` only. Other values: the name of a gradient
+            codec, "raw" for uncompressed gradients over the same tasks, or "none" for the
+            all-reduce.
         codec_options: Keyword arguments of the codec.
-        topology: "ps" (each rank is the parameter server of a part of the gradients) or "ring".
+        topology: "ps" (each rank is the parameter server of a part of the gradients), "ring", or
+            "auto" for the one with the shorter predicted step.
         coordinator: "always" asks a coordinator on rank 0 when to send each payload; "replay"
             learns its plan in a step and repeats it; "none" sends payloads as soon as they are
-            ready.
+            ready. "auto" tries both at the start, and takes "replay" if it gains more than 2 %.
         min_bytes: Gradients with fewer bytes are not compressed.
         share_samples: "equal" gives each rank as many samples of a batch as the others. "speed"
             measures the ranks, and gives faster ones more samples; a list of one number per rank
             sets the shares. A global batch has as many samples as with equal shares.
-        timeout: Seconds that a rank waits for another.
+        timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
         find_unused_parameters: True if a step may leave parameters without a gradient.
         static_graph: True if every step uses the same parameters in the same way.
         bucket_cap_mb: Size of DistributedDataParallel's buckets in MiB.
@@ -92,13 +98,13 @@ class CompressedDDPStrategy(DDPStrategy):
     def __init__(
         self,
         *,
-        algorithm: str = "tbq",
+        algorithm: str = "auto",
         codec_options: dict[str, Any] | None = None,
-        topology: Literal["ps", "ring"] = "ps",
-        coordinator: Literal["always", "replay", "none"] = "none",
+        topology: Literal["auto", "ps", "ring"] = "auto",
+        coordinator: Literal["auto", "always", "replay", "none"] = "auto",
         min_bytes: int = 16 << 10,
         share_samples: Literal["equal", "speed"] | list[float] = "equal",
-        timeout: float = 300.0,
+        timeout: float | str | timedelta = "5min",
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         bucket_cap_mb: float | None = None,
@@ -109,7 +115,10 @@ class CompressedDDPStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self._sync_timeout = finite("timeout", timeout, "timeout=300", above=True)
+        self._sync_timeout = timeout_seconds(timeout)
+        check_backend(process_group_backend)
+        if bucket_cap_mb is not None:
+            finite("bucket_cap_mb", bucket_cap_mb, "bucket_cap_mb=25", above=True)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -117,9 +126,9 @@ class CompressedDDPStrategy(DDPStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout),
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
+            timeout=timedelta(seconds=self._sync_timeout),
+            find_unused_parameters=flag("find_unused_parameters", find_unused_parameters),
+            static_graph=flag("static_graph", static_graph),
             bucket_cap_mb=bucket_cap_mb,
         )
         self._sync_options: dict[str, Any] = {
@@ -155,7 +164,8 @@ class CompressedDDPStrategy(DDPStrategy):
 
     def report_sections(self, run: MeasuredRun) -> ReportSections | None:
         """Return the sections of `ResourceReport` on a run; None if no step was recorded."""
-        return sync_sections(self._state, run)
+        decision = self._state.decision
+        return sync_sections(self._state, run, None if decision is None else decision.prediction)
 
     @override
     def _configure_launcher(self) -> None:
@@ -206,8 +216,9 @@ class CompressedDDPStrategy(DDPStrategy):
         self._momentum = momentum_of(self.optimizers)
         self._state = GradientSyncState(
             **self._sync_options,
+            optimizers=[unwrapped(optimizer) for optimizer in self.optimizers],
             check=self._connection.check,
-            keeps_previous=getattr(self.precision_plugin, "scaler", None) is not None,
+            keeps_previous=self._has_scaler(),
             tracer=self.tracer,
         )
         self._recorder = StepRecorder(self.tracer)
@@ -221,6 +232,10 @@ class CompressedDDPStrategy(DDPStrategy):
             self._state.load_state_dicts(self._loaded_states)
             self._loaded_states = []
         self.model.register_comm_hook(self._state, compressed_hook)
+        parameters = [p for p in self.model.module.parameters() if p.requires_grad]
+        self._state.open(self.root_device, parameters[0].element_size())
+        if self._state.decision is not None:
+            rank_zero_info(f"dlres: gradient synchronisation\n{self._state.decision.table()}")
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -327,9 +342,12 @@ class CompressedDDPStrategy(DDPStrategy):
             balance.record(seconds / self._samples)
         balance.update(batch_idx - loader.first_batch, self._connection)
 
-    def _loss_scale(self) -> float:
+    def _has_scaler(self) -> bool:
         scaler = getattr(self.precision_plugin, "scaler", None)
-        return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+        return scaler is not None and bool(scaler.is_enabled())
+
+    def _loss_scale(self) -> float:
+        return float(self.precision_plugin.scaler.get_scale()) if self._has_scaler() else 1.0  # type: ignore[attr-defined]
 
     @override
     def save_checkpoint(

@@ -59,7 +59,7 @@ def train(
     )
     state = None
     if options is not None:
-        state = GradientSyncState(**options)
+        state = GradientSyncState(**{"topology": "ps", "coordinator": "none", **options})
         state.name_parameters(model.named_parameters())
         wrapped.register_comm_hook(state, compressed_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -139,7 +139,7 @@ def lose_a_rank(context: RankContext) -> str:
     context.init_process_group()
     model = Model(False)
     wrapped = DistributedDataParallel(model)
-    state = GradientSyncState(algorithm="tbq", timeout=1.0)
+    state = GradientSyncState(algorithm="tbq", topology="ps", timeout=1.0)
     wrapped.register_comm_hook(state, compressed_hook)
     for step in range(3):
         # Rank 1 leaves after two steps.

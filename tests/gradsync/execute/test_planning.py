@@ -12,7 +12,7 @@ from torch import nn
 from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.planning import (
-    PlanningOptions,
+    SyncPlanningOptions,
     codecs_for_auto,
     is_adam_like,
     plan_synchronisation,
@@ -38,7 +38,7 @@ def plan(context: RankContext, options: dict[str, Any]) -> tuple[SyncDecision, f
     mailbox = mailbox_of(context)
     specs = [GradientSpec(name=name, count=count) for name, count in COUNTS.items()]
     codecs = codecs_for_auto()
-    decision = plan_synchronisation(specs, codecs, mailbox, PlanningOptions(**options))
+    decision = plan_synchronisation(specs, codecs, mailbox, SyncPlanningOptions(**options))
     error = 0.0
     if decision.plan is not None:
         synchroniser = GradientSynchroniser(decision.plan, codecs, mailbox, Tracer())
@@ -58,7 +58,7 @@ def plan(context: RankContext, options: dict[str, Any]) -> tuple[SyncDecision, f
 def plan_again(context: RankContext) -> list[SyncDecision]:
     """Return decisions before and after a step."""
     mailbox = mailbox_of(context)
-    specs, options = [GradientSpec(name="weight", count=9000)], PlanningOptions(algorithm="raw")
+    specs, options = [GradientSpec(name="weight", count=9000)], SyncPlanningOptions(algorithm="raw")
     decisions = [plan_synchronisation(specs, {}, mailbox, options)]
     assert decisions[0].plan is not None
     synchroniser = GradientSynchroniser(decisions[0].plan, {}, mailbox, Tracer())

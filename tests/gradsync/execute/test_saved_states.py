@@ -48,7 +48,7 @@ def train(
     """Return the means of some steps, the saved states, and the warnings of loading."""
     context.init_process_group()
     model = Linear()
-    state = GradientSyncState(min_bytes=0, **options)
+    state = GradientSyncState(min_bytes=0, coordinator="none", **options)
     state.name_parameters(model.named_parameters())
     if saved is not None:
         # Only tensors and primitive types pass.
@@ -132,7 +132,7 @@ def train_twice(context: RankContext, options: dict[str, Any]) -> list[dict[str,
     """Return the means of the second half of an uninterrupted run."""
     context.init_process_group()
     model = Linear()
-    state = GradientSyncState(min_bytes=0, **options)
+    state = GradientSyncState(min_bytes=0, coordinator="none", **options)
     state.name_parameters(model.named_parameters())
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.03)
     wrapped.register_comm_hook(state, compressed_hook)
@@ -185,7 +185,7 @@ def overflow(context: RankContext, step_of_overflow: int) -> list[dict[str, Tens
     """Return the means of all steps but one, in which a gradient of rank 0 is infinite."""
     context.init_process_group()
     model = Linear()
-    state = GradientSyncState(algorithm="tbq", min_bytes=0, keeps_previous=True)
+    state = GradientSyncState(algorithm="tbq", topology="ps", min_bytes=0, keeps_previous=True)
     state.name_parameters(model.named_parameters())
     wrapped = DistributedDataParallel(model)
     wrapped.register_comm_hook(state, compressed_hook)
@@ -217,7 +217,7 @@ def without_samples(context: RankContext) -> tuple[list[dict[str, Tensor]], list
     """Return the means of three steps; rank 1 has no samples in the second. Also its residuals."""
     context.init_process_group()
     model = Linear()
-    state = GradientSyncState(algorithm="tbq", min_bytes=0)
+    state = GradientSyncState(algorithm="tbq", topology="ps", min_bytes=0)
     state.name_parameters(model.named_parameters())
     wrapped = DistributedDataParallel(model)
     wrapped.register_comm_hook(state, compressed_hook)

@@ -50,7 +50,7 @@ def train(context: RankContext, kind: str, seed: int) -> float:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), LR, BETAS)
     state: GradientSyncState | MomentumSync | None = None
     if kind == "naive":
-        state = GradientSyncState(algorithm="onebit", min_bytes=0)
+        state = GradientSyncState(algorithm="onebit", topology="ps", min_bytes=0)
         ddp.register_comm_hook(state, compressed_hook)
     elif kind == "1-bit Adam":
         state = MomentumSync(algorithm="onebit", min_bytes=0)

@@ -71,7 +71,7 @@ def fit(
     seed_everything(3, verbose=False)
     model = Model(seconds[context.rank])
     trainer = Trainer(
-        strategy=CompressedDDPStrategy(algorithm="raw", share_samples=shares, timeout=30.0),
+        strategy=CompressedDDPStrategy(algorithm="raw", topology="ps", share_samples=shares),
         accelerator="cpu",
         devices=context.world_size,
         plugins=[context.environment],
@@ -159,7 +159,7 @@ def refusals(context: RankContext) -> list[str]:
     messages = []
     for shares, dataset in (([1.0], Numbers(8)), ("speed", Endless())):
         trainer = Trainer(
-            strategy=CompressedDDPStrategy(algorithm="raw", share_samples=shares, timeout=30.0),
+            strategy=CompressedDDPStrategy(algorithm="raw", topology="ps", share_samples=shares),
             accelerator="cpu",
             devices=2,
             plugins=[context.environment],

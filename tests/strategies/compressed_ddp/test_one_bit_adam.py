@@ -56,7 +56,7 @@ def fit(
         callbacks = [ModelCheckpoint(directory, "{epoch}", save_top_k=-1)]
     trainer = Trainer(
         strategy=CompressedDDPStrategy(
-            algorithm="none" if freeze_step is None else "raw", timeout=30.0
+            algorithm="none" if freeze_step is None else "raw", topology="ps", timeout=30.0
         ),
         accelerator="cpu",
         devices=context.world_size,

@@ -66,7 +66,7 @@ def fit(
     manual: bool = False,
     **trainer_options: Any,
 ) -> dict[str, Any]:
-    strategy = CompressedDDPStrategy(timeout=30.0, **options)
+    strategy = CompressedDDPStrategy(**{"topology": "ps", "timeout": 30.0, **options})
     report = ResourceReport(Path(directory) / "report")
     trainer = Trainer(
         strategy=strategy,

@@ -1,0 +1,79 @@
+"""Trial of the coordinator at the start: it stays only if steps with it are shorter."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.gradsync.execute.session import SyncSession
+from lightning_dlres.gradsync.execute.states import CodecStates
+from lightning_dlres.gradsync.plan.measured_steps import choose_coordinator
+from lightning_dlres.gradsync.plan.plan import SyncPlan
+from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
+
+# Ways of coordination that are tried. "always" sends more messages than "replay", and has the same
+# order of payloads, so it is never shorter.
+_TRIED = ("none", "replay")
+# Steps before those that count: connections are made, and the plan is learnt.
+_WARM_UP_STEPS, _STEPS = 2, 4
+
+
+def tried_coordinator(
+    plan: SyncPlan,
+    codecs: Mapping[str, GradientCodec],
+    device: torch.device,
+    *,
+    timeout: float,
+    check: Callable[[], None],
+) -> str:
+    """Return the way of coordination with the shorter step; called by all ranks together.
+
+    Two ranks cannot collide, so nothing is tried with them.
+
+    Args:
+        plan: Plan to try.
+        codecs: Codecs of the plan by name.
+        device: Device of the gradients.
+        timeout: Seconds that a rank waits for another.
+        check: Called while waiting; raises if a rank is known to have failed.
+
+    Raises:
+        PeerError: If a rank is lost or late.
+    """
+    if plan.world_size < 3:
+        return "none"
+    seconds = {}
+    for coordinator in _TRIED:
+        session = SyncSession(timeout=timeout, check=check, tracer=Tracer(enabled=False))
+        session.start(
+            plan, codecs, CodecStates(), coordinator=coordinator, replay_from=_WARM_UP_STEPS
+        )
+        own = _step_seconds(session, plan, device)
+        # The slowest rank's median counts. Sharing it is also the ranks' meeting before the end.
+        slowest = ProbeMessages(session.mailbox).slowest([statistics.median(own)])
+        seconds[coordinator] = slowest
+        session.close(orderly=True)
+    return choose_coordinator(seconds)
+
+
+def _step_seconds(session: SyncSession, plan: SyncPlan, device: torch.device) -> list[float]:
+    """Return the seconds of some steps with random gradients."""
+    counts: dict[str, int] = {}
+    for unit in plan.units:
+        counts[unit.gradient] = max(counts.get(unit.gradient, 0), unit.stop)
+    generator = torch.Generator(device).manual_seed(session.mailbox.rank)
+    gradients = {
+        name: torch.randn(count, generator=generator, device=device)
+        for name, count in counts.items()
+    }
+    seconds = []
+    for step in range(_WARM_UP_STEPS + _STEPS):
+        start = time.perf_counter()
+        session.synchroniser.run(step, gradients)
+        seconds.append(time.perf_counter() - start)
+    return seconds[_WARM_UP_STEPS:]
