@@ -1,9 +1,10 @@
 """Tests of the documentation: code blocks, named paths, links, configs, changelog.
 
-Every fenced ``python`` block of README.md and docs/*.md is a script of its own and runs in an empty
-directory: those of the README as a reader would start them, the others as on ranks that torchrun
-has started, for which the pool has them at hand. A block that cannot run here carries
-``<!-- no-test: reason -->`` on the line above its fence.
+Every fenced ``python`` block of README.md and docs/*.md is a script of its own. A block of the
+README runs in a new process and an empty directory, as a reader would start it. Other blocks run
+on ranks of the pool with torchrun's environment variables, because these ranks have already
+started. A block that cannot run here carries ``<!-- no-test: reason -->`` on the line above its
+fence.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def test_named_files_exist(page: Path) -> None:
     names = re.findall(r"`([\w./]+(?:\.py|/))`", page.read_text())
     assert names
     missing = [name for name in names if not any((folder / name).exists() for folder in folders)]
-    # A name that a reader is to choose.
+    # Names such as `my_codec.py` are placeholders: readers choose their own.
     missing = [name for name in missing if "my_" not in name]
     assert not missing, f"{page.relative_to(ROOT)} names missing paths: {missing}"
 

@@ -398,8 +398,8 @@ def test_patches_keep_class_state_dict_and_hooks() -> None:
         assert list(net.state_dict()) == keys
         assert [type(m) for m in net.modules()] == kinds
         net(x).sum().backward()
-        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net[1]))):
-            other(torch.randn(5, 8) if other is not net and type(other) is nn.LayerNorm else x)
+        copy.deepcopy(net)(x)
+        pickle.loads(pickle.dumps(net[1]))(torch.randn(5, 8))
     assert calls[:2] == ["forward", "backward"]
     assert all("forward" not in vars(module) for module in net.modules())
 

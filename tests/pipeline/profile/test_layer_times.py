@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.ranks import Ranks, limit
 from benchmarks.support.testbed import Host, Testbed, reason_unavailable
-from lightning_dlres.pipeline.profile import layer_times as layers
+from lightning_dlres.pipeline.profile import layer_times
 from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, measure_layers
 from tests.support import throttled_process as throttled
 
@@ -44,22 +44,22 @@ def network() -> nn.Sequential:
 
 
 def measure(modules: Any, inputs: Any, **options: Any) -> list[LayerMeasurement]:
-    found, _, _ = measure_layers(
+    measurements, _, _ = measure_layers(
         list(modules), lambda index, module: module, inputs, CPU, nullcontext, **options
     )
-    return found
+    return measurements
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_measurement_changes_nothing(training: bool) -> None:
     model, x = network().train(training), torch.randn(3, 4)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    generator, seen = torch.get_rng_state(), x.clone()
-    found = measure(model, x)
-    assert len(found) == 6
-    assert all(layer.forward > 0 for layer in found)
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert torch.equal(x, seen)
+    random_state, original_x = torch.get_rng_state(), x.clone()
+    measurements = measure(model, x)
+    assert len(measurements) == 6
+    assert all(layer.forward > 0 for layer in measurements)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(x, original_x)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert all(module.training == training for module in model)
@@ -75,19 +75,20 @@ def test_a_slower_device_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_throttled_processor_shows_its_sustained_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = count()
+    ticks = count()
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
-    monkeypatch.setattr("time.perf_counter", lambda: 5.0 * next(done))
-    monkeypatch.setattr("time.process_time", lambda: float(next(done)))
+    # The process gets a fifth of a processor: one second of its time takes five of wall time.
+    monkeypatch.setattr("time.perf_counter", lambda: 5.0 * next(ticks))
+    monkeypatch.setattr("time.process_time", lambda: float(next(ticks)))
     (layer,) = measure([nn.Linear(2, 2)], torch.ones(2, 2), repeats=3)
-    assert (layer.forward, layer.backward) == (5.0, 5.0), "a fifth of a processor"
+    assert (layer.forward, layer.backward) == (5.0, 5.0), "wall time"
 
 
 def test_sizes_are_those_of_one_microbatch() -> None:
     layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)]
     first, relu, last = (layer.sizes for layer in measure(layers, torch.randn(16, 4)))
     assert (first.input_bytes, first.output_bytes) == (16 * 4 * 4, 16 * 8 * 4)
-    assert first.saved_bytes == relu.saved_bytes == 0, "inputs and outputs are counted apart"
+    assert first.saved_bytes == relu.saved_bytes == 0, "inputs and outputs are not in saved_bytes"
     assert last.gradient_output_bytes == last.output_bytes == 16 * 2 * 4
     # Backward of the last layer: gradients of its output, input, weight and bias.
     assert last.workspace_bytes >= (16 * 2 + 16 * 8 + 16 + 2) * 4
@@ -113,20 +114,21 @@ def test_equal_layers_are_measured_once() -> None:
     found = measure([Counted(4, 4, bias=i == 3) for i in range(4)], torch.randn(2, 4), repeats=2)
     # The first layer has an input without gradient, the next two are equal, the last has a bias.
     # Each runs once for its sizes, once to warm up and twice to be timed. The two equal layers are
-    # timed as two copies in a row, and then as two runs of their own, with one timed round.
+    # measured on two copies: chained in one run (a warm-up round and two timed rounds), then each
+    # on its own (a warm-up round and one timed round).
     assert len(runs) == 2 * (1 + 1 + 2) + (1 + 2 * (1 + 2) + 2 * (1 + 1))
     assert found[1] == found[2]
 
 
-def test_copies_that_can_follow_each_other_are_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_layers_in_a_row_are_also_timed_as_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    original = layers._Runner.__init__
+    original = layer_times._Runner.__init__
 
     def recording_init(self: Any, call: Any, copies: Any = None) -> None:
         runs.append(len(copies or [0]))
         original(self, call, copies)
 
-    monkeypatch.setattr(layers._Runner, "__init__", recording_init)
+    monkeypatch.setattr(layer_times._Runner, "__init__", recording_init)
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
     found = measure([nn.Linear(2, 4), *blocks, nn.Linear(4, 1)], torch.ones(2, 2), repeats=2)
     assert runs.count(3) == 1
@@ -140,31 +142,33 @@ def test_copies_that_can_follow_each_other_are_one_run(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["another shape", "another structure", "indices"])
-def test_a_layer_that_cannot_follow_itself_runs_alone(kind: str) -> None:
+def test_a_layer_that_does_not_accept_its_own_output_is_timed_alone(kind: str) -> None:
     modules: dict[str, tuple[nn.Module, Any]] = {
         "another shape": (nn.Linear(4, 2), torch.ones(2, 4)),
         "another structure": (Wraps(), torch.ones(2, 4)),
         "indices": (nn.Identity(), torch.arange(4)),
     }
     module, inputs = modules[kind]
-    call = layers.LayerCall(module, lambda _, m: m, 0, inputs, CPU, nullcontext)
-    timed = layers._measure_sizes(call, None)
-    layers._measure_times(timed, 2, layers.ComputeClock(CPU), 1, 0.0)
+    call = layer_times.LayerCall(module, lambda _, m: m, 0, inputs, CPU, nullcontext)
+    timed = layer_times._measure_sizes(call, None)
+    layer_times._measure_times(timed, 2, layer_times.ComputeClock(CPU), 1, 0.0)
     assert timed.run_overhead_seconds is None
     assert timed.forward > 0
 
 
 def test_large_layers_have_few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    original = layers._module_copy
+    original = layer_times._module_copy
     monkeypatch.setattr(
-        layers, "_module_copy", lambda module, device: made.append(0) or original(module, device)
+        layer_times,
+        "_module_copy",
+        lambda module, device: made.append(0) or original(module, device),
     )
     chain = [nn.Linear(64, 64) for _ in range(6)]
     measure(chain, torch.randn(2, 64).requires_grad_(), repeats=1)
     assert len(made) == 1 + 6, "one for its sizes, and as many as there are layers"
     made.clear()
-    monkeypatch.setattr(layers, "FLUSH_BYTES", 100_000)
+    monkeypatch.setattr(layer_times, "FLUSH_BYTES", 100_000)
     measure(chain, torch.randn(2, 64).requires_grad_(), repeats=1)
     # Weights, their gradients, input and output take about 34 KB.
     assert len(made) == 1 + 2
@@ -227,7 +231,7 @@ def test_inputs_may_hold_numpy_arrays() -> None:
 
 
 @pytest.mark.root
-def test_pauses_between_measurements_count() -> None:
+def test_the_wall_time_ratio_includes_pauses_of_a_throttled_process() -> None:
     if reason := reason_unavailable():
         pytest.skip(reason)
     with Testbed([Host()]) as bed:
@@ -235,5 +239,5 @@ def test_pauses_between_measurements_count() -> None:
         ranks = Ranks(hosts, throttled.__name__, world_size=1, timeout=120.0)
         limit(bed.hosts[0], 0.2)
         (answer,) = ranks.ask({})
-    # Five times as long, or more on a busy machine.
+    # A fifth of a processor: five seconds of wall time per CPU second, more on a busy machine.
     assert answer["wall_per_cpu_second"] > 4.0

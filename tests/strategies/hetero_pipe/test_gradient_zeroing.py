@@ -26,12 +26,14 @@ from tests.support.training_cases import (
 
 
 class SeesGradients(Classifier):
-    """Model that reads the last step's gradients before they are zeroed, on each rank those of its
-    stage."""
+    """Model that reads the last step's gradients before they are zeroed.
+
+    Each rank reads those of its stage; other parameters are on the meta device.
+    """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        self.saw = [p.grad is not None for p in self.parameters() if p.device.type != "meta"]
-        self.observed.append(float(any(self.saw)))
+        has_gradient = [p.grad is not None for p in self.parameters() if not p.is_meta]
+        self.observed.append(float(any(has_gradient)))
 
 
 class NeverZeroes(Classifier):

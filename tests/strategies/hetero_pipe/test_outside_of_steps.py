@@ -109,11 +109,15 @@ def test_a_call_on_one_rank_is_named(pool: RankPool, rank: int) -> None:
 
 
 class Gradients(Classifier):
-    """Model that computes gradients of the input in validation."""
+    """Model that calls the module under `enable_grad` in validation.
 
-    def __init__(self, ask: bool) -> None:
+    Args:
+        runs_backward: True: it also computes the gradient of the input.
+    """
+
+    def __init__(self, runs_backward: bool) -> None:
         super().__init__()
-        self._ask = ask
+        self._runs_backward = runs_backward
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         with torch.enable_grad():
@@ -121,7 +125,7 @@ class Gradients(Classifier):
             output = self.net(x)
             assert output.requires_grad
             output += 1.0
-            if self._ask:
+            if self._runs_backward:
                 torch.autograd.grad(output.sum(), x)
         self.observed.append(float(output.sum()))
 
@@ -129,11 +133,13 @@ class Gradients(Classifier):
 def gradients_in_validation(context: RankContext) -> tuple[bool, str]:
     observed = []
     for place in (None, context):
-        model = Gradients(ask=False)
+        model = Gradients(runs_backward=False)
         trainer_for(place, inference_mode=False).validate(model, batches(), verbose=False)
         observed.append(model.observed)
     with pytest.raises(UnsupportedStepError) as error:
-        trainer_for(context, inference_mode=False).validate(Gradients(True), batches())
+        trainer_for(context, inference_mode=False).validate(
+            Gradients(runs_backward=True), batches()
+        )
     return torch.allclose(*map(torch.tensor, observed)), str(error.value)
 
 

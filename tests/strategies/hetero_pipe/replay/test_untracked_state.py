@@ -82,15 +82,17 @@ class ChangesUntracked(ManyStates):
 
 
 NAMES = {
-    *(
-        "STEPS",
-        "MEMORY['last']",
-        "GENERATOR",
-        "ChangesUntracked.total",
-        "self.file",
-        "self.slots.calls",
-    ),
-    *("self.call.calls", "self.numbers", "self.count", "self.cycle", "self.large.tensors[0]"),
+    "STEPS",
+    "MEMORY['last']",
+    "GENERATOR",
+    "ChangesUntracked.total",
+    "self.file",
+    "self.slots.calls",
+    "self.call.calls",
+    "self.numbers",
+    "self.count",
+    "self.cycle",
+    "self.large.tensors[0]",
 }
 
 
