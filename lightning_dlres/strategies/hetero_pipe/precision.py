@@ -55,10 +55,16 @@ def clipping_over_stages(
         precision.__dict__.pop("clip_grad_by_norm", None)
 
 
+def enabled_scaler(precision: Precision) -> torch.amp.GradScaler | None:
+    """Return the gradient scaler; None without one, or if it is disabled and skips no step."""
+    scaler = getattr(precision, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
 def loss_scale(precision: Precision) -> float:
     """Return the factor by which the gradient scaler multiplies the loss; 1.0 without a scaler."""
-    scaler = getattr(precision, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+    scaler = enabled_scaler(precision)
+    return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
 @contextmanager

@@ -36,7 +36,11 @@ from lightning_dlres.strategies.hetero_pipe.options import (
     Recompute,
 )
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
-from lightning_dlres.strategies.hetero_pipe.precision import loss_scale, overflow_shared
+from lightning_dlres.strategies.hetero_pipe.precision import (
+    enabled_scaler,
+    loss_scale,
+    overflow_shared,
+)
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates, metric_sync_disabled
 from lightning_dlres.strategies.hetero_pipe.report_sections import pipeline_sections
 from lightning_dlres.strategies.hetero_pipe.runner_setup import make_runner
@@ -370,7 +374,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
     ) -> Any:
-        if getattr(self.precision_plugin, "scaler", None) is not None:
+        if enabled_scaler(self.precision_plugin) is not None:
             with overflow_shared(optimizer, closure, self._connected.any_rank) as closure:
                 return super().optimizer_step(optimizer, closure, model, **kwargs)
         return super().optimizer_step(optimizer, closure, model, **kwargs)

@@ -30,6 +30,8 @@ class PlantOverflow(Callback):
     def __init__(self, parameter: str, step: int, unused: Sequence[int]) -> None:
         self.parameter, self.step, self.unused, self.scales = parameter, step, unused, []
         self.before: list[dict[str, Tensor]] = []
+        # Per step: True if all gradients were finite just before the optimizer's step.
+        self.finite: list[bool] = []
 
     def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
         gradient = dict(module.named_parameters())[self.parameter].grad
@@ -39,6 +41,10 @@ class PlantOverflow(Callback):
             for name, unused in module.named_parameters():
                 if name.startswith("net.0.") and not unused.is_meta:
                     unused.grad = None
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        self.finite.append(all(bool(gradient.isfinite().all()) for gradient in gradients))
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         self.scales.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
@@ -54,13 +60,25 @@ def fit_16_mixed(
     unused: Sequence[int] = (),
 ) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
     """Train with a gradient scaler on the CPU, and an overflow in step 2."""
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    plant, task = _fit(context, stages, scaler, parameter, frozen, unused)
+    return plant.scales, plant.before, {n: p.detach() for n, p in task.named_parameters()}
+
+
+def _fit(
+    context: RankContext | None,
+    stages: int,
+    scaler: GradScaler,
+    parameter: str,
+    frozen: bool = False,
+    unused: Sequence[int] = (),
+) -> tuple[PlantOverflow, Task]:
     seed_everything(3, verbose=False)
     task = Task("mlp", "sgd", metrics=False)
     if frozen:
         task.net[0].requires_grad_(False)
     train, _ = loaders(task, 40, 8, False, 0, torch.float32)
     plant = PlantOverflow(parameter, 2, unused)
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     plan = PipelinePlan(replicas=(tuple(range(stages)),), split=(2, 6) if stages == 2 else (8,))
     trainer = Trainer(
         strategy=HeteroPipeStrategy(plan=plan, microbatches=4) if context else "auto",
@@ -76,7 +94,7 @@ def fit_16_mixed(
         **QUIET,
     )
     trainer.fit(task, train)
-    return plant.scales, plant.before, {n: p.detach() for n, p in task.named_parameters()}
+    return plant, task
 
 
 @pytest.mark.parametrize("parameter", ["net.0.weight", "net.7.bias"])
@@ -95,6 +113,24 @@ def test_an_overflow_in_one_stage_skips_the_step_on_all(pool: RankPool, paramete
 
 def _plainly(context: RankContext, parameter: str, unused: Sequence[int] = ()) -> Any:
     return fit_16_mixed(None, 1, parameter, unused=unused)
+
+
+def fit_with_disabled_scaler(
+    context: RankContext, stages: int
+) -> tuple[list[bool], dict[str, Tensor]]:
+    """Return the steps with finite gradients, and the weights after the overflow of step 2."""
+    scaler = GradScaler("cpu", enabled=False)
+    plant, _ = _fit(context if stages > 1 else None, stages, scaler, "net.0.weight")
+    return plant.finite[:3], plant.before[2]
+
+
+def test_a_disabled_scaler_leaves_the_gradients_of_other_stages(pool: RankPool) -> None:
+    (first, _), (last, weights) = pool.run(fit_with_disabled_scaler, 2, 2)
+    ((_, expected),) = pool.run(fit_with_disabled_scaler, 1, 1)
+    assert first == [True, True, False]
+    assert last == [True, True, True]
+    for name, value in weights.items():
+        assert relative(value, expected[name]) < 2e-3, name
 
 
 def test_a_stage_without_gradients_in_a_step_steps_as_on_a_single_device(pool: RankPool) -> None:
