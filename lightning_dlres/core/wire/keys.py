@@ -6,6 +6,7 @@ NAME.key holds the public key. NAME.key_secret holds both keys.
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,7 +69,8 @@ def check_key(name: str, key: bytes) -> None:
 def create_keys(directory: Path, name: str) -> tuple[Path, Path]:
     """Write a new pair and return the paths of the public and of the secret file.
 
-    Only the user can read and write the secret file, from its creation on.
+    Only the user can read and write the secret file, from its creation on. If a write fails, no
+    file is left.
 
     Raises:
         ConfigError: If the name cannot be part of a path, one of the files exists, or the
@@ -76,19 +78,30 @@ def create_keys(directory: Path, name: str) -> tuple[Path, Path]:
     """
     path_part("name", name)
     public, secret = directory / f"{name}.key", directory / f"{name}.key_secret"
-    for path in (public, secret):
-        if path.exists():
-            raise ConfigError(f"name must be new, got {name!r}: {path} exists. Use another name.")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # pyzmq would create the file with the umask's mode, but keeps the mode of an existing one.
-        os.close(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        zmq.auth.create_certificates(directory, name)
+        with ExitStack() as incomplete:
+            # pyzmq would overwrite files, with the umask's mode. It keeps the mode of existing
+            # ones. Exclusive creation lets only one of several processes have the name.
+            for path, mode in ((secret, 0o600), (public, 0o666)):
+                _create(path, mode, name)
+                incomplete.callback(path.unlink, missing_ok=True)
+            zmq.auth.create_certificates(directory, name)
+            incomplete.pop_all()
     except OSError as error:
         raise ConfigError(
             f"directory must be writable, got {directory}: {error.strerror}. Use another directory."
         ) from error
     return public, secret
+
+
+def _create(path: Path, mode: int, name: str) -> None:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+    except FileExistsError:
+        raise ConfigError(
+            f"name must be new, got {name!r}: {path} exists. Use another name."
+        ) from None
 
 
 def load_keys(path: Path) -> CurveKeys:
