@@ -35,7 +35,7 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.plan.planner import with_schedule
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
-from lightning_dlres.strategies.hetero_pipe.precision import loss_scale
+from lightning_dlres.strategies.hetero_pipe.precision import enabled_scaler
 from lightning_dlres.strategies.hetero_pipe.run_planner import PlannedRun, RunPlanner
 from lightning_dlres.strategies.hetero_pipe.step.user_step import StepContext
 
@@ -163,7 +163,8 @@ class Deployment:
         Raises:
             ConfigError: If an optimizer computes something over all parameters, has parameters that
                 are not the model's, or gets sparse gradients that must be summed over ranks. Also
-                if a gradient scaler is used and this stage has no trainable parameter.
+                if a gradient scaler is enabled and no optimizer has a trainable parameter of this
+                stage: the scaler refuses to step an optimizer without gradients.
         """
         replicas = len(self.plan.replicas)
         summed = {p for p, stages in self.owners.items() if replicas * len(stages) > 1}
@@ -177,13 +178,16 @@ class Deployment:
                 del optimizer.state[parameter]
             set_state_device(optimizer, self.context.device)
         trainable = any(
-            p.requires_grad and self.stage in stages for p, stages in self.owners.items()
+            p.requires_grad and self.stage in self.owners[p]
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
         )
-        if loss_scale(precision) != 1.0 and not trainable:
+        if enabled_scaler(precision) is not None and not trainable:
             raise ConfigError(
-                f"Every stage must have a trainable parameter under a gradient scaler, got none in "
-                f"stage {self.stage}. Use precision='bf16-mixed', or another split: "
-                "HeteroPipeStrategy(plan=...)."
+                "The optimizer must have a trainable parameter of every stage under a gradient "
+                f"scaler, got none of stage {self.stage}. Use precision='bf16-mixed', or another "
+                "split: HeteroPipeStrategy(plan=...)."
             )
 
     def follow_schedule(self, schedule: str) -> None:

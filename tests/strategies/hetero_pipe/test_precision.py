@@ -56,12 +56,11 @@ def fit_16_mixed(
     context: RankContext | None,
     stages: int,
     parameter: str,
-    frozen: bool = False,
     unused: Sequence[int] = (),
 ) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
     """Train with a gradient scaler on the CPU, and an overflow in step 2."""
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    plant, task = _fit(context, stages, scaler, parameter, frozen, unused)
+    plant, task = _fit(context, stages, scaler, parameter, unused=unused)
     return plant.scales, plant.before, {n: p.detach() for n, p in task.named_parameters()}
 
 
@@ -72,9 +71,10 @@ def _fit(
     parameter: str,
     frozen: bool = False,
     unused: Sequence[int] = (),
+    make: type[Task] = Task,
 ) -> tuple[PlantOverflow, Task]:
     seed_everything(3, verbose=False)
-    task = Task("mlp", "sgd", metrics=False)
+    task = make("mlp", "sgd", metrics=False)
     if frozen:
         task.net[0].requires_grad_(False)
     train, _ = loaders(task, 40, 8, False, 0, torch.float32)
@@ -135,7 +135,7 @@ def test_a_disabled_scaler_leaves_the_gradients_of_other_stages(pool: RankPool) 
 
 def test_a_stage_without_gradients_in_a_step_steps_as_on_a_single_device(pool: RankPool) -> None:
     unused = (1, 2)  # the overflow is in step 2
-    results = pool.run(fit_16_mixed, 2, 2, "net.7.bias", False, unused)
+    results = pool.run(fit_16_mixed, 2, 2, "net.7.bias", unused)
     (expected,) = pool.run(_plainly, 1, "net.7.bias", unused)
     for scales, weights, final in results:
         assert scales == expected[0]
@@ -210,13 +210,30 @@ def assert_step_skipped(parameters: list[nn.Parameter]) -> None:
         assert parameter.grad is gradient
 
 
-def test_a_stage_without_trainable_parameters_is_refused_with_a_scaler(pool: RankPool) -> None:
-    outcomes = pool.run_expecting_errors(fit_16_mixed, 2, 2, "net.7.bias", True, keep=True)
-    assert any(
-        "Every stage must have a trainable parameter" in outcome.error_message
-        for outcome in outcomes
-    )
-    assert any(outcome.error_type == ConfigError.__name__ for outcome in outcomes)
+class OptimizesLastLayers(Task):
+    """Task whose optimizer has no parameter of the first stage, although all are trainable."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[2:].parameters(), lr=0.05)
+
+
+def fit_untrained_stage(context: RankContext, kind: str) -> None:
+    scale = 1.0 if kind == "frozen, scale 1" else 1024.0
+    scaler = GradScaler("cpu", init_scale=scale, growth_interval=2)
+    if kind == "not in the optimizer":
+        _fit(context, 2, scaler, "net.7.bias", make=OptimizesLastLayers)
+    else:
+        _fit(context, 2, scaler, "net.7.bias", frozen=True)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "frozen, scale 1", "not in the optimizer"])
+def test_a_stage_without_trainable_parameters_is_refused_with_a_scaler(
+    pool: RankPool, kind: str
+) -> None:
+    first, _ = pool.run_expecting_errors(fit_untrained_stage, 2, kind, keep=True)
+    assert first.error_type == ConfigError.__name__, first.error_message
+    assert "must have a trainable parameter of every stage" in first.error_message
+    assert "got none of stage 0" in first.error_message
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
