@@ -1,10 +1,9 @@
 """Tests of the documentation: code blocks, named paths, links, configs, changelog.
 
-Every fenced ``python`` block of README.md and docs/*.md is a script of its own. A block of the
-README runs in a new process and an empty directory, as a reader would start it. Other blocks run
-on ranks of the pool with torchrun's environment variables, because these ranks have already
-started. A block that cannot run here carries ``<!-- no-test: reason -->`` on the line above its
-fence.
+Every fenced ``python`` block of README.md and docs/*.md is a script of its own and runs in an empty
+directory. A block of the README runs in a new process, as a reader would start it. Other blocks run
+as under torchrun: on ranks of the pool, which are running already. A block that cannot run here
+carries ``<!-- no-test: reason -->`` on the line above its fence.
 """
 
 from __future__ import annotations

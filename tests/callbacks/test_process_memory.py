@@ -55,16 +55,20 @@ def test_offloading_to_disk_shrinks_the_process(tmp_path: Path) -> None:
     finally:
         del CASES["large"]
     assert callback.plan is not None
-    planned_out = callback.plan.tiers["disk"]
-    assert planned_out > 80 * MIB
-    assert plain.seen[-1] - ours.seen[-1] >= 0.8 * planned_out
+    planned_disk_bytes = callback.plan.tiers["disk"]
+    assert planned_disk_bytes > 80 * MIB
+    assert plain.seen[-1] - ours.seen[-1] >= 0.8 * planned_disk_bytes
 
 
 class Resident(Callback):
-    """Callback that records the memory of the process after every hundred steps."""
+    """Callback that records what the process holds after every hundred steps.
+
+    Attributes:
+        samples: Bytes of anonymous memory, number of open files, and bytes of slabs.
+    """
 
     def __init__(self) -> None:
-        self.seen: list[tuple[int, int, int]] = []
+        self.samples: list[tuple[int, int, int]] = []
         self.offload: dlres.ActivationOffload | None = None
 
     def on_train_batch_end(
@@ -77,7 +81,7 @@ class Resident(Callback):
             assert steps is not None
             assert steps.offloader is not None
             slabs = sum(tier.nbytes for tier in steps.offloader._tiers.slabs.values())
-            self.seen.append((anonymous_bytes(), len(os.listdir("/proc/self/fd")), slabs))
+            self.samples.append((anonymous_bytes(), len(os.listdir("/proc/self/fd")), slabs))
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
@@ -89,7 +93,7 @@ def test_memory_does_not_grow_over_many_steps(steps: int) -> None:
     task = Regression("mlp")
     task.net = nn.Sequential(Block(16, 0.1))
     fit(task, DataLoader(data, batch_size=None), watcher, watcher.offload)  # type: ignore[arg-type]
-    early, late = watcher.seen[steps // 200 - 1], watcher.seen[-1]
+    early, late = watcher.samples[steps // 200 - 1], watcher.samples[-1]
     assert late[0] - early[0] < steps / 1000 * MIB
     assert late[1:] == early[1:]
 

@@ -35,7 +35,7 @@ def logged(loaders: list[Loader]) -> list[dict[str, float]]:
 
 
 def test_a_new_loader_and_a_new_cache_count_from_zero() -> None:
-    """As after `batch_size` was changed, by Lightning's Tuner for one."""
+    # For example, Lightning's Tuner changes `batch_size`, and the loader is made again.
     first, second = logged([Loader(stalled_seconds=2.0, samples=8), Loader(0.5, samples=4)])
     assert first["prefetch/stall_ms"] == 2000.0
     assert second["prefetch/stall_ms"] == 500.0

@@ -68,7 +68,7 @@ def test_the_next_process_removes_the_store_of_a_killed_one(tmp_path: Path) -> N
     assert not [path for path in base.iterdir() if path.name.startswith(("living", "next"))]
 
 
-def test_a_writer_of_a_lasting_store_removes_unfinished_stores_of_killed_ones(
+def test_a_writer_of_a_lasting_store_removes_what_killed_writers_left_unfinished(
     tmp_path: Path,
 ) -> None:
     base = tmp_path / "stores"

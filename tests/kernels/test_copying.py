@@ -25,13 +25,13 @@ def _one_thread(one_thread: None) -> None:
 )
 def test_any_bytes_are_copied_between_any_offsets(count: int, to: int, start: int) -> None:
     source = torch.randint(256, (start + count,), dtype=torch.uint8)[start:]
-    room = torch.full((to + count + 100,), 7, dtype=torch.uint8)
+    target = torch.full((to + count + 100,), 7, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "_LEAST_BYTES", 1)
-        copy_past_cache(room[to : to + count], source)
-    assert torch.equal(room[to : to + count], source)
-    assert bool((room[:to] == 7).all())
-    assert bool((room[to + count :] == 7).all())
+        copy_past_cache(target[to : to + count], source)
+    assert torch.equal(target[to : to + count], source)
+    assert bool((target[:to] == 7).all())
+    assert bool((target[to + count :] == 7).all())
 
 
 def test_a_large_copy_is_complete_and_seen_by_autograd() -> None:
@@ -44,11 +44,11 @@ def test_a_large_copy_is_complete_and_seen_by_autograd() -> None:
 
 
 def test_overlapping_memory_is_copied_as_torch_does() -> None:
-    room = torch.arange(256, dtype=torch.uint8).repeat(1 << 13)
+    memory = torch.arange(256, dtype=torch.uint8).repeat(1 << 13)
     count = 1 << 20
-    assert not copying._can_stream(room[:count], room[100 : count + 100], count)
+    assert not copying._can_stream(memory[:count], memory[100 : count + 100], count)
     if copying.has_avx2():
-        assert copying._can_stream(room[:count], room[count : 2 * count], count)
+        assert copying._can_stream(memory[:count], memory[count : 2 * count], count)
 
 
 def test_different_sizes_are_an_error() -> None:

@@ -23,7 +23,7 @@ def test_a_failed_write_leaves_no_files(
 
     with monkeypatch.context() as patched:
         patched.setattr(zmq.auth, "create_certificates", write_one)
-        with pytest.raises((ConfigError, KeyboardInterrupt), match="No space left|^$"):
+        with pytest.raises((ConfigError, KeyboardInterrupt), match=r"No space left|^$"):
             create_keys(tmp_path, "node")
     assert not list(tmp_path.iterdir())
     public, secret = create_keys(tmp_path, "node")
@@ -49,5 +49,5 @@ def test_a_name_that_another_process_takes_at_that_moment_is_refused(
 
 def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="directory must be writable, got .*file: File exists"):
+    with pytest.raises(ConfigError, match=r"directory must be writable, got .*file: File exists"):
         create_keys(tmp_path / "file", "node")

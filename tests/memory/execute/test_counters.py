@@ -1,6 +1,6 @@
-"""Tensors over one storage with version counters of their own.
+"""Tensors that share a storage, each with its own version counter.
 
-A storage that one of them has saved is never reused for another one that has changed since.
+A tensor that is saved after a change never gets the copy that was made before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Hooks = Callable[[], AbstractContextManager[None]]
 Step = Callable[[], tuple[Tensor, list[Tensor]]]
 
 
-def told(action: MemoryAction | None, late: bool) -> ScriptedEngine:
+def scripted_engine(action: MemoryAction | None, late: bool) -> ScriptedEngine:
     every = list(MemoryAction)
     return ScriptedEngine(
         lambda number, _: action or every[number % len(every)], late=late, tier_bytes=1 << 16
@@ -156,7 +156,7 @@ def spoiled(reads_after: bool) -> Step:
         x = torch.randn(4, 8, requires_grad=True)
         y = x * 1
         one, other = Spoils.apply(y), y
-        # Backward runs in reverse order.
+        # Backward runs in reverse order: `sin` then reads y after `Spoils` has changed it.
         if reads_after:
             y = x * 1
             other, one = y.sin(), Spoils.apply(y)
@@ -219,7 +219,7 @@ CASES: dict[str, Step] = {
 def test_gradients_equal_those_of_plain_training(
     name: str, action: MemoryAction | None, late: bool
 ) -> None:
-    require_parity(CASES[name], told(action, late))
+    require_parity(CASES[name], scripted_engine(action, late))
 
 
 def test_plain_training_fails_where_a_case_expects_it() -> None:
@@ -237,7 +237,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass
 class Handle:
-    """Tensor over slots of the storage, and the tensor whose counter it has."""
+    """Tensor over slots of the storage; `counter` is the id of its version counter."""
 
     tensor: Tensor
     slots: frozenset[int]
@@ -292,7 +292,7 @@ def program(steps: list[tuple[str, int, tuple[int, int]]]) -> tuple[Tensor, list
 def test_any_order_of_saves_and_changes(
     steps: list[tuple[str, int, tuple[int, int]]], action: MemoryAction | None, late: bool
 ) -> None:
-    require_parity(lambda: program(steps), told(action, late))
+    require_parity(lambda: program(steps), scripted_engine(action, late))
 
 
 def test_counters_are_shared_by_views_only() -> None:

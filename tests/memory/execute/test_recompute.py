@@ -17,8 +17,11 @@ from lightning_dlres.memory.execute.bitwise_check import BitwiseCheck
 from lightning_dlres.memory.execute.recompute import patch_recompute
 
 
-class Identities(nn.Module):
-    """Self-attention, which PyTorch computes differently from attention to another tensor."""
+class RecordsIdentities(nn.Module):
+    """Attention that records which of its arguments are the same tensor.
+
+    PyTorch computes self-attention differently from attention to another tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class Identities(nn.Module):
 
 def test_an_argument_that_is_passed_twice_is_restored_as_one_tensor() -> None:
     torch.manual_seed(0)
-    root = nn.ModuleDict({"block": Identities()})
+    root = nn.ModuleDict({"block": RecordsIdentities()})
     x, other = torch.randn(2, 5, 3, 8)
 
     def gradients() -> list[Tensor]:
@@ -91,8 +94,8 @@ def with_weights_that_change(block: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-class Asks(nn.Module):
-    """Module that depends on more of its input than the values."""
+class DependsOnAttributes(nn.Module):
+    """Module whose output depends on the type, an attribute and the hooks of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,24 +104,24 @@ class Asks(nn.Module):
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         scale = getattr(x, "scale", 1.0) + isinstance(x, Subclass) + bool(x._backward_hooks)
         y = self.linear(x) * scale
-        # The saved tensor depends on this attribute.
+        # `sin` saves y, so the saved tensor depends on `scale`.
         return y.sin() * (1.0 if other is None else other.sum())
 
 
 Way = Callable[[nn.Module, Tensor], Tensor]
 
 
-def gradients_of(way: Way, *audits: BitwiseCheck, again: bool) -> list[Tensor]:
+def gradients_of(way: Way, *checks: BitwiseCheck, recomputes: bool) -> list[Tensor]:
     torch.manual_seed(0)
-    root = nn.Sequential(nn.Linear(8, 8), Asks())
+    root = nn.Sequential(nn.Linear(8, 8), DependsOnAttributes())
     y = torch.randn(5, 8)
 
     def run() -> None:
         way(root[1], root[0](y)).square().sum().backward()
 
-    if again:
+    if recomputes:
         hooks: Any = saved_tensors_hooks(Tensor.detach, Tensor.detach)
-        with patch_recompute(root, ["1"], bitwise_check=audits[0] if audits else None), hooks:
+        with patch_recompute(root, ["1"], bitwise_check=checks[0] if checks else None), hooks:
             run()
     else:
         run()
@@ -127,21 +130,22 @@ def gradients_of(way: Way, *audits: BitwiseCheck, again: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("way", [with_an_attribute, as_a_subclass, by_keyword, with_other_weights])
 def test_modules_with_unrepeatable_arguments_are_not_recomputed(way: Way) -> None:
-    expected, found = gradients_of(way, again=False), gradients_of(way, again=True)
+    expected, found = gradients_of(way, recomputes=False), gradients_of(way, recomputes=True)
     assert len(found) == len(expected) > 0
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_changed_weights_raise_an_error() -> None:
     with pytest.raises(
-        RuntimeError, match="parameters and buffers of Asks must not change between"
+        RuntimeError, match="parameters and buffers of DependsOnAttributes must not change between"
     ):
-        gradients_of(with_weights_that_change, again=True)
+        gradients_of(with_weights_that_change, recomputes=True)
 
 
 def test_a_check_recomputes_with_restored_arguments() -> None:
+    # The restored argument has no hook, so the result differs.
     bitwise_check = BitwiseCheck()
-    gradients_of(with_a_hook, bitwise_check, again=True)
+    gradients_of(with_a_hook, bitwise_check, recomputes=True)
     assert bitwise_check.differing({"1"})
 
 
@@ -152,7 +156,7 @@ def test_a_check_of_a_module_that_cannot_recompute_does_not_raise() -> None:
         return y
 
     bitwise_check = BitwiseCheck()
-    assert gradients_of(way, bitwise_check, again=True)
+    assert gradients_of(way, bitwise_check, recomputes=True)
     assert bitwise_check.differing({"1"})
 
 

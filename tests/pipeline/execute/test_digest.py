@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning_dlres.pipeline.execute.digest import digest
 from tests.support.examples import examples
 
+# Largest tensor that is read completely; larger ones are sampled.
 WHOLE_BYTES = 1 << 20
 
 

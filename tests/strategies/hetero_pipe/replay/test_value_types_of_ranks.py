@@ -80,7 +80,7 @@ class ChangesTypes(Classifier):
 
 
 class KeepsObjects(Classifier):
-    """A model that adds objects that cannot be sent to a set, beside some that can."""
+    """A model whose set gets objects that cannot be sent to other ranks, and numbers that can."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""On one device nothing is cut, and training equals plain training bitwise."""
+"""On one device there are no stages or micro-batches, and training equals plain training
+bitwise."""
 
 from __future__ import annotations
 
