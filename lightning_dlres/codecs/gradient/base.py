@@ -1,7 +1,8 @@
-"""Base class of gradient codecs: lossy, of a payload size that the number of elements determines.
+"""Base class of gradient codecs, which are lossy.
 
-A receiver therefore knows the size of every message in advance. A codec is stateless: the residual
-and other memory of a gradient lie in a state that the caller keeps, one for each unit and role.
+The number of elements alone determines the size of a payload, so a receiver knows the size of every
+message in advance. A codec is stateless. The caller keeps the residual and other memory in a
+`State`: one for each partition of a gradient, and another where the sum of all ranks is encoded.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from lightning_dlres.codecs.base import Codec, Encoded
 from lightning_dlres.codecs.raw import decode_target
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 
-# Memory of one gradient between steps, by name. The name of the error that is sent later:
+# Tensors that a codec remembers of one gradient between steps, by name.
 State = dict[str, Tensor]
+# Name of the error that later steps send.
 RESIDUAL = "residual"
 
 

@@ -30,8 +30,9 @@ class DGC(sparse.SparseCodec):
     Args:
         ratio: Share of the elements that are sent after the warm-up.
         momentum: Factor of the momentum that each rank accumulates; 0 for none.
-        clip: Norm at which each rank clips a gradient before it accumulates it. The paper divides
-            the norm for all ranks by the square root of their number. None does not clip.
+        clip: Norm at which each rank clips a gradient before it accumulates it. The paper takes the
+            norm of single-device training, divided by the square root of the number of ranks. None
+            does not clip.
         warmup_steps: Steps over which the share falls from a quarter to `ratio`.
 
     Raises:

@@ -45,8 +45,8 @@ def payload_bytes(count: int, ratio: float) -> int:
 def largest(values: Tensor, number: int) -> Tensor:
     """Return the indices of at most `number` of the elements with the largest magnitudes.
 
-    They are exactly the largest ones of a small tensor. Of a large one, a regular sample gives the
-    threshold (Lin et al., 2018), and fewer elements than `number` may pass it.
+    The selection is exact in a small tensor. In a large one, the threshold comes from a regular
+    sample (Lin et al., 2018), and fewer elements than `number` may pass it.
     """
     magnitudes = values.abs()
     if values.numel() <= _SAMPLED_ABOVE:

@@ -48,8 +48,8 @@ class SyncTask:
     Attributes:
         kind: Kind of the task.
         part: What is encoded or transferred.
-        peer: The other rank of a transfer; the rank whose data is merged, this one included; else
-            None.
+        peer: Other rank of a transfer, or rank whose data is merged, which may be this one. None
+            for other tasks.
         after: Positions in the graph of the tasks that must be done before.
     """
 
@@ -76,7 +76,8 @@ def parameter_server(rank: int, world_size: int, owner: int) -> Graph:
             SyncTask(TaskKind.ENCODE, Part.GRADIENT),
             SyncTask(TaskKind.SEND, Part.GRADIENT, owner, (0,)),
             SyncTask(TaskKind.RECEIVE, Part.SUM, owner),
-            # The gradient is the source of the message, so it is overwritten after the message.
+            # The message may read the gradient's memory, so it must be sent before the sum
+            # overwrites the gradient.
             SyncTask(TaskKind.DECODE, Part.SUM, None, (1, 2)),
         )
     tasks: list[SyncTask] = []

@@ -15,8 +15,9 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 def link_shares(bandwidths: Sequence[float]) -> tuple[list[float], float]:
     """Return each rank's share of the gradient, and the slowest link's time for one byte of it.
 
-    The shares minimise that time. The links that are not filled without owning anything get equal
-    times.
+    The shares minimise that time. All links take equally long, unless the slowest one takes longer
+    even with the share 0. The other shares are then proportional to the bytes that each link could
+    carry besides in that time.
 
     Args:
         bandwidths: Bytes per second of each rank's link, in each direction.

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-# Bytes from which a message takes no more transfers. Small enough that a rank decodes one message
-# while the next one is on its way; large enough that the fixed time per message is negligible.
+# Size in bytes at which a message is full, and takes no more transfers. Small enough that a rank
+# decodes one message while the next one is on its way; large enough that the fixed time per message
+# is negligible.
 MESSAGE_BYTES = 256 << 10
 
 
@@ -59,7 +60,7 @@ class TransmissionPlanner:
     It has no clock and no sockets: the caller reports what is ready and what has arrived.
 
     Attributes:
-        message_bytes: Bytes from which a message takes no more transfers.
+        message_bytes: Size in bytes at which a message is full, and takes no more transfers.
     """
 
     message_bytes: int = MESSAGE_BYTES

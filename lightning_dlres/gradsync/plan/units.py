@@ -1,7 +1,7 @@
 """Units of gradient synchronisation: partitions of gradients, each owned by one rank.
 
-A unit is encoded by one codec call and is never mixed with other units in it. A large gradient may
-be cut into partitions, so that all ranks share the work of merging.
+One codec call encodes exactly one unit. A large gradient may be cut into partitions, so that all
+ranks share the work of merging.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 
-# Pieces per rank into which all gradients are divided at least. With few pieces the owners' sums
-# differ; with many, the time for each piece adds up.
+# Pieces per rank in a fair division of all gradients; a gradient larger than a piece is cut. With
+# fewer pieces the owners' sums differ more. With more, the fixed time of each piece adds up.
 _PIECES_PER_RANK = 4
 
 

@@ -56,8 +56,8 @@ def encode_stochastic(
 
     Args:
         gradient: float32[n], contiguous.
-        scales: float32[blocks(n)] or float32[1]: distance of two levels, after multiplication by
-            `scale`.
+        scales: float32[blocks(n)] or float32[1]: distance of two levels of the gradient multiplied
+            by `scale`.
         payload: uint8[payload_bytes(n, bits, per_block=...)].
         scale: Power of two by which the gradient is multiplied.
         bits: 2, 4 or 8.

@@ -38,7 +38,7 @@ def _largest_of_block(gradient: Any, residual: Any, lanes: Any, scale: Any) -> A
         errors = residual[first : min(first + lanes.size, gradient.size)]
         for i in range(values.size):
             magnitude = abs(values[i] * scale + errors[i])
-            # The comparison with NaN is false, so NaN replaces the lane's value, and stays there.
+            # NaN becomes infinity, which no later value replaces. `max` below might ignore NaN.
             lanes[i] = lanes[i] if magnitude <= lanes[i] else magnitude
             lanes[i] = lanes[i] if magnitude == magnitude else float32(np.inf)
     largest = float32(0)

@@ -21,7 +21,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 def _encode_block(
     gradient: Any, residual: Any, words: Any, scale: Any, threshold: Any, plane: Any
 ) -> Any:
-    """Encode one block; return the sum of magnitudes over one plane, and its finite elements."""
+    """Encode one block; return the sum and the number of the finite magnitudes in one plane."""
     total, finite = float32(0), float32(0)
     for i in range(words.size):
         words[i] = 0
@@ -85,7 +85,8 @@ def encode(
             magnitudes, and their number.
         scale: Power of two by which the gradient is multiplied.
         threshold: Magnitude of the values that are sent; positive.
-        first_block: Number of the first block in the unit; the sample is another plane in each.
+        first_block: Number of the first block in the unit. It determines which plane of each block
+            is sampled, so that the sample does not depend on the split.
     """
     for block in range(len(sums)):
         first, word = block * BLOCK, block * _WORDS
