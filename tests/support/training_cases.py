@@ -170,7 +170,7 @@ def differences_in(
     }
 
 
-def none_in(cases: Mapping[str, Case], ranks: int = 2) -> list[dict[str, list[str]]]:
+def no_differences_in(cases: Mapping[str, Case], ranks: int = 2) -> list[dict[str, list[str]]]:
     """Return the results of `differences_in` on all ranks if nothing differs."""
     return [{name: [] for name in cases}] * ranks
 

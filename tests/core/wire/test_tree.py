@@ -178,9 +178,9 @@ class Counted(Generic[T]):
 def test_other_attributes_are_sent_and_cached_ones_are_computed_again() -> None:
     sent = Counted[Any](torch.arange(3))
     assert int(sent.first) == 0
-    came = map_tensors(lambda t: t + 5, sent)
-    assert came.count == 3
-    assert int(came.first) == 5
+    received = map_tensors(lambda t: t + 5, sent)
+    assert received.count == 3
+    assert int(received.first) == 5
 
 
 def test_map_tensors_keeps_the_order_and_other_values() -> None:

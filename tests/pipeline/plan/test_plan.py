@@ -68,7 +68,7 @@ def plans(draw: st.DrawFn) -> PipelinePlan:
         host=st.sampled_from(["", "a"]),
         memory_limit=st.one_of(st.none(), st.integers(0, 2**40)),
     )
-    found = draw(st.one_of(st.none(), st.lists(device, min_size=world, max_size=world)))
+    cluster_devices = draw(st.one_of(st.none(), st.lists(device, min_size=world, max_size=world)))
     return PipelinePlan(
         replicas=replicas,
         split=tuple(split),
@@ -77,7 +77,9 @@ def plans(draw: st.DrawFn) -> PipelinePlan:
         microbatches=draw(st.integers(0, 4)),
         layers=tuple(layers),
         step=StepCosts(loss=(0.5,), state_bytes_per_parameter_byte=2.0),
-        cluster=Cluster(kinds=("cpu",), devices=tuple(found)) if found is not None else None,
+        cluster=Cluster(kinds=("cpu",), devices=tuple(cluster_devices))
+        if cluster_devices is not None
+        else None,
     )
 
 
@@ -231,7 +233,7 @@ def test_a_plan_is_loaded_from_a_file(tmp_path: Path) -> None:
         PipelinePlan.load(tmp_path)
 
 
-def test_arrange_makes_replicas_of_consecutive_ranks() -> None:
+def test_replicas_are_made_of_consecutive_ranks() -> None:
     assert consecutive_replicas(6, 3) == ((0, 1, 2), (3, 4, 5))
     assert consecutive_replicas(3, 3) == ((0, 1, 2),)
     assert consecutive_replicas(2, 1) == ((0,), (1,))

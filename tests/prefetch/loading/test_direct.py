@@ -200,7 +200,7 @@ def test_a_read_that_hangs_in_a_worker_process_is_an_error(
 ) -> None:
     for name in "ab":
         (tmp_path / name).write_bytes(b"12345")
-    # Forked workers inherit this; others wait longer.
+    # Only forked workers inherit this. Workers that are started anew wait for the default.
     monkeypatch.setattr(file_storage, "GRACE_SECONDS", 0.05)
     batches = direct(stack, tmp_path, num_workers=1, worker_type="process", cache={"timeout": 0.1})
     assert len(batches) == 1

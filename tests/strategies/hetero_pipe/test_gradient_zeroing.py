@@ -20,7 +20,7 @@ from tests.support.training_cases import (
     Classifier,
     batches,
     differences_in,
-    none_in,
+    no_differences_in,
     trainer_for,
 )
 
@@ -59,7 +59,7 @@ def compare(context: RankContext) -> dict[str, list[str]]:
 
 
 def test_gradients_equal_those_of_a_plain_trainer(pool: RankPool) -> None:
-    assert pool.run(compare, 2) == none_in(CASES)
+    assert pool.run(compare, 2) == no_differences_in(CASES)
 
 
 def test_code_that_reads_old_gradients_keeps_them() -> None:

@@ -32,7 +32,7 @@ from tests.support.training_cases import (
     batches,
     differences_in,
     fit,
-    none_in,
+    no_differences_in,
     trainer_for,
 )
 
@@ -132,7 +132,7 @@ def fit_sparse(context: RankContext) -> Any:
 
 
 def test_an_optimizer_of_sparse_gradients_works_on_one_replica(pool: RankPool) -> None:
-    assert pool.run(fit_sparse, 2) == none_in(SPARSE)
+    assert pool.run(fit_sparse, 2) == no_differences_in(SPARSE)
     for message in pool.run(fit_sparse, 4):
         assert "SparseAdam takes sparse gradients only" in message
         assert "one replica" in message
@@ -158,7 +158,7 @@ def compare_freezing(context: RankContext) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_layers_may_be_frozen_and_unfrozen_in_hooks(pool: RankPool, ranks: int) -> None:
-    assert pool.run(compare_freezing, ranks) == none_in(FREEZES, ranks)
+    assert pool.run(compare_freezing, ranks) == no_differences_in(FREEZES, ranks)
 
 
 class Scales(nn.Tanh):
@@ -254,7 +254,7 @@ def compare_zeroing(context: RankContext) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_may_zero_gradients(pool: RankPool, ranks: int) -> None:
-    assert pool.run(compare_zeroing, ranks) == none_in(ZEROES, ranks)
+    assert pool.run(compare_zeroing, ranks) == no_differences_in(ZEROES, ranks)
 
 
 class Uses(Callback):

@@ -19,7 +19,7 @@ from tests.support.training_cases import (
     batches,
     differences_in,
     fit,
-    none_in,
+    no_differences_in,
     trainer_for,
 )
 
@@ -150,8 +150,8 @@ def test_chains_and_recurrent_layers_are_cut_but_not_a_module_with_its_own_forwa
     pool: RankPool,
 ) -> None:
     for kinds, whole, messages in pool.run(compare, 2):
-        assert kinds == none_in(KINDS)[0]
-        assert whole == none_in(WHOLE)[0]
+        assert kinds == no_differences_in(KINDS)[0]
+        assert whole == no_differences_in(WHOLE)[0]
         for message in messages:
             assert (
                 "an nn.Sequential with a forward of its own) must have at least one layer"
@@ -189,7 +189,7 @@ def compare_calls(context: RankContext) -> dict[str, list[str]]:
 
 
 def test_calls_outside_of_steps_go_through_the_pipeline(pool: RankPool) -> None:
-    assert pool.run(compare_calls, 2) == none_in(CALLS)
+    assert pool.run(compare_calls, 2) == no_differences_in(CALLS)
 
 
 class Counted(nn.Linear):

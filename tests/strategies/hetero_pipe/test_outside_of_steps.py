@@ -92,7 +92,8 @@ class CallsAlone(Classifier):
 
 def call_alone(context: RankContext, rank: int) -> None:
     mailbox._EXPLAIN_SECONDS = 0.1
-    # Rank 0 waits in Lightning's own broadcast for the whole timeout; rank 1 fails at once.
+    # A call on rank 0 alone waits for the output of rank 1 until the timeout. A call on rank 1
+    # alone fails at once.
     trainer_for(context, timeout=8 if rank == 0 else 60).fit(CallsAlone(rank), batches())
 
 

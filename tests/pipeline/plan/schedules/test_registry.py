@@ -33,7 +33,7 @@ from lightning_dlres.pipeline.plan.search.device_orders import search_plan
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import GPIPE, ONE_F_ONE_B, small_workload
 from tests.support.rank_pool import RankContext, RankPool
-from tests.support.training_cases import QUICK, Case, Classifier, differences_in, none_in
+from tests.support.training_cases import QUICK, Case, Classifier, differences_in, no_differences_in
 
 
 class Reversed(Schedule):
@@ -156,7 +156,7 @@ def train_with_toys(context: RankContext) -> dict[str, list[str]]:
 def test_training_with_a_registered_schedule_equals_plain_training(
     pool: RankPool, ranks: int
 ) -> None:
-    assert pool.run(train_with_toys, ranks) == none_in(CASES, ranks)
+    assert pool.run(train_with_toys, ranks) == no_differences_in(CASES, ranks)
 
 
 def test_the_strategy_names_the_registered_schedules_in_its_error() -> None:

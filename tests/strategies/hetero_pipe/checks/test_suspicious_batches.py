@@ -20,7 +20,7 @@ from lightning_dlres.strategies.hetero_pipe.step.normalisers import (
     doubt_about_batch,
 )
 from tests.support.rank_pool import RankContext, RankPool
-from tests.support.training_cases import Case, Classifier, differences_in, fit, none_in
+from tests.support.training_cases import Case, Classifier, differences_in, fit, no_differences_in
 
 # Number of the step with the special batch. Steps 0, 1, 2, 4 and 8 are always checked.
 SPECIAL_STEP = 3
@@ -143,7 +143,7 @@ def compare_with_plain_training(context: RankContext) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("ranks", sorted(BY_RANKS))
 def test_suspicious_batch_is_trained_as_on_a_single_device(pool: RankPool, ranks: int) -> None:
-    assert pool.run(compare_with_plain_training, ranks) == none_in(BY_RANKS[ranks], ranks)
+    assert pool.run(compare_with_plain_training, ranks) == no_differences_in(BY_RANKS[ranks], ranks)
 
 
 def fit_1f1b(context: RankContext) -> dict[str, str]:

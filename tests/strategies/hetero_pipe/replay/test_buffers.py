@@ -23,7 +23,7 @@ from tests.support.training_cases import (
     batches,
     differences_in,
     fit,
-    none_in,
+    no_differences_in,
     trainer_for,
 )
 
@@ -89,11 +89,11 @@ def compare_with_plain_training(context: RankContext) -> dict[str, list[str]]:
 
 
 def test_buffers_equal_a_single_device_on_all_ranks(pool: RankPool) -> None:
-    assert pool.run(compare_with_plain_training, 2) == none_in(CASES)
+    assert pool.run(compare_with_plain_training, 2) == no_differences_in(CASES)
 
 
 def test_buffers_equal_a_single_device_over_two_replicas(pool: RankPool) -> None:
-    assert pool.run(compare_with_plain_training, 4) == none_in(TWO_REPLICAS, 4)
+    assert pool.run(compare_with_plain_training, 4) == no_differences_in(TWO_REPLICAS, 4)
 
 
 def fit_with_1f1b(context: RankContext) -> list[str]:

@@ -13,7 +13,7 @@ from lightning_dlres.strategies.hetero_pipe.replay.loggers import LoggerCall, is
 
 
 class Series:
-    """A series of values, as of an experiment that is a mapping."""
+    """A series of logged values, an item of `Run`."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []

@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric, Metric, SumMetric
 
 from lightning_dlres import UnsupportedStepError
 from tests.support.rank_pool import RankContext, RankPool
-from tests.support.training_cases import Case, Classifier, differences_in, fit, none_in
+from tests.support.training_cases import Case, Classifier, differences_in, fit, no_differences_in
 
 
 class UpdateCount(Metric):
@@ -179,7 +179,7 @@ def compare_with_plain_training(context: RankContext) -> dict[str, list[str]]:
 
 
 def test_side_effects_equal_a_single_device_on_all_ranks(pool: RankPool) -> None:
-    assert pool.run(compare_with_plain_training, 2) == none_in(CASES)
+    assert pool.run(compare_with_plain_training, 2) == no_differences_in(CASES)
 
 
 REFUSED = {

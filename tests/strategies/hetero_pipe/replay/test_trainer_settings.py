@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from tests.support.models import Samples
 from tests.support.rank_pool import RankContext, RankPool
-from tests.support.training_cases import Case, Classifier, differences_in, none_in
+from tests.support.training_cases import Case, Classifier, differences_in, no_differences_in
 
 
 class ScaledSamples(Samples):
@@ -107,4 +107,6 @@ SCHEDULES = ("gpipe", "auto")
 
 @pytest.mark.parametrize("ranks", [2])
 def test_settings_equal_a_single_device(pool: RankPool, ranks: int) -> None:
-    assert pool.run(compare_with_plain_training, ranks) == none_in(dict.fromkeys(SCHEDULES), ranks)  # type: ignore[arg-type]
+    assert pool.run(compare_with_plain_training, ranks) == no_differences_in(
+        dict.fromkeys(SCHEDULES), ranks
+    )  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from tests.support.rank_pool import RankContext, RankPool
-from tests.support.training_cases import Case, Classifier, differences_in, none_in
+from tests.support.training_cases import Case, Classifier, differences_in, no_differences_in
 
 
 class Tags(set):  # type: ignore[type-arg]
@@ -152,4 +152,4 @@ def compare_with_plain_training(context: RankContext) -> dict[str, list[str]]:
 
 
 def test_values_equal_a_single_device_on_all_ranks(pool: RankPool) -> None:
-    assert pool.run(compare_with_plain_training, 2) == none_in(CASES)
+    assert pool.run(compare_with_plain_training, 2) == no_differences_in(CASES)

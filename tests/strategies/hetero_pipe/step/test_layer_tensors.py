@@ -17,7 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from lightning_dlres import PipelinePlan, UnsupportedStepError
 from lightning_dlres.core.errors import DlresError
 from tests.support.rank_pool import RankContext, RankPool
-from tests.support.training_cases import Case, Classifier, differences_in, none_in, trainer_for
+from tests.support.training_cases import (
+    Case,
+    Classifier,
+    differences_in,
+    no_differences_in,
+    trainer_for,
+)
 
 
 class KeepsAuxiliaryLoss(nn.Linear):
@@ -141,5 +147,5 @@ def run_unused_and_later_use(context: RankContext) -> tuple[dict[str, list[str]]
 
 def test_unused_layer_tensor_changes_nothing_and_a_later_use_is_refused(pool: RankPool) -> None:
     results = pool.run(run_unused_and_later_use, 2)
-    assert [exact for exact, _ in results] == none_in(EXACT)
+    assert [exact for exact, _ in results] == no_differences_in(EXACT)
     assert "layer 'net.0' made" in results[1][1]
