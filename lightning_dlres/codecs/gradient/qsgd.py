@@ -46,8 +46,7 @@ class QSGD(GradientCodec):
     def compress(
         self, values: Tensor, state: State, payload: Tensor, *, scale: float = 1.0, seed: int = 0
     ) -> None:
-        steps = levels.largest_of_blocks(values, scale) / ((1 << (self.bits - 1)) - 1)
-        levels.encode_stochastic(values, steps, payload, scale, self.bits, seed)
+        levels.encode_stochastic(values, payload, scale, bits=self.bits, seed=seed)
 
     @override
     def expand(

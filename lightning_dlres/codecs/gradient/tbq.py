@@ -63,14 +63,7 @@ class ThresholdQuantisation(GradientCodec):
             chosen = torch.full((1,), self.threshold, device=values.device)
             threshold.encode(values, residual, payload, chosen, scale)
             return
-        adaptive = state[_THRESHOLD]
-        if not adaptive:
-            magnitude = torch.nan_to_num(values, 0.0, 0.0, 0.0).abs().mean() * scale
-            adaptive.copy_((_AUTO_MULTIPLE * magnitude).nan_to_num(0.0))
-        chosen = adaptive.clamp(min=torch.finfo(torch.float32).tiny)
-        mean = threshold.encode(values, residual, payload, chosen, scale)
-        # An infinite threshold would be no state to save, and would send nothing.
-        adaptive.copy_((_AUTO_MULTIPLE * mean).clamp(max=torch.finfo(torch.float32).max))
+        threshold.encode(values, residual, payload, state[_THRESHOLD], scale, _AUTO_MULTIPLE)
 
     @override
     def expand(

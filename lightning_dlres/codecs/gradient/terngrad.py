@@ -7,13 +7,14 @@ codes are unbiased for the clipped gradient.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dlres.codecs.base import register
 from lightning_dlres.codecs.gradient.base import GradientCodec, State
 from lightning_dlres.core.checks import finite
-from lightning_dlres.kernels.gradients import levels
+from lightning_dlres.kernels.gradients import levels, sums
 
 _BITS = 2
 
@@ -44,16 +45,17 @@ class TernGrad(GradientCodec):
     def compress(
         self, values: Tensor, state: State, payload: Tensor, *, scale: float = 1.0, seed: int = 0
     ) -> None:
-        # Without elements there is no largest one; without two there is no deviation.
-        limit = values.new_zeros(1)
-        if values.numel():
-            limit[0] = values.abs().max()
-        if values.numel() > 1:
-            deviation = values.std(correction=0)
-            limit[0] = limit[0].minimum(self.clip * deviation) if deviation > 0 else limit[0]
-        if not values.isfinite().all():
-            limit[0] = float("nan")
-        levels.encode_stochastic(values, limit * scale, payload, scale, _BITS, seed)
+        count = values.numel()
+        pivot = values[:1] if count else values.new_zeros(1)
+        limit, total, squares = sums.moments(values, pivot)
+        if count > 1:
+            variance = (squares - total * total / count) / count
+            deviation = variance.clamp(min=0).sqrt().to(torch.float32)
+            clipped = limit.minimum(deviation * self.clip)
+            limit = torch.where(deviation > 0, clipped, limit)
+        # Arithmetic with NaN gives other bits on a GPU than on a CPU.
+        step = torch.where(limit.isnan(), torch.nan, limit * scale).view(1)
+        levels.encode_stochastic(values, payload, scale, bits=_BITS, seed=seed, step=step)
 
     @override
     def expand(

@@ -9,7 +9,7 @@ words as hold its elements, and the planes of these words are shorter, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from lightning_dlres.core.arrays import array_of
 from lightning_dlres.kernels import workers
+
+Array = NDArray[Any]
 
 # Elements of a block: 16 KiB of float32, so that a block and its residual stay in the L1 cache.
 BLOCK = 4096
@@ -40,15 +42,41 @@ def words(count: int, bits: int) -> int:
     return whole * (BLOCK // planes) + -(-rest // planes)
 
 
-def run(count: int, loop: Callable[[int, int], None]) -> None:
-    """Call `loop(first, stop)` for pieces of the elements, in as many threads as torch uses.
+def run(
+    kernel: Callable[..., None],
+    count: int,
+    bits: int,
+    *,
+    elements: Sequence[Array],
+    per_block: Sequence[Array] = (),
+    codes: Array | None = None,
+    options: Sequence[Any] = (),
+) -> None:
+    """Call a CPU kernel for pieces of the elements, in as many threads as torch uses.
 
     Pieces begin at whole blocks, and blocks are independent. The result therefore does not depend
-    on the number of threads.
+    on the number of threads. The kernel gets the arrays and options in the order of the parameters
+    below.
+
+    Args:
+        kernel: Function to call.
+        count: Number of elements.
+        bits: Bits of a code.
+        elements: Arrays with one entry for each element.
+        per_block: Arrays with one entry for each block.
+        codes: Packed codes; None if the kernel has none.
+        options: Further arguments.
     """
     pieces = min(workers.count(), max(count // _PIECE, 1))
     bounds = [min(blocks(count) * i // pieces * BLOCK, count) for i in range(pieces + 1)]
-    workers.run([partial(loop, first, stop) for first, stop in pairwise(bounds)])
+    tasks = []
+    for first, stop in pairwise(bounds):
+        arrays = [array[first:stop] for array in elements]
+        arrays += [array[blocks(first) : blocks(stop)] for array in per_block]
+        if codes is not None:
+            arrays.append(codes[words(first, bits) : words(stop, bits)])
+        tasks.append(partial(kernel, *arrays, *options))
+    workers.run(tasks)
 
 
 def word_array(memory: Tensor) -> NDArray[np.uint32]:
@@ -60,3 +88,9 @@ def float_array(tensor: Tensor) -> NDArray[np.float32]:
     """Return contiguous float32[n] on the CPU as an array."""
     array: Any = array_of(tensor.view(torch.uint8) if tensor.numel() else tensor)
     return array.view(np.float32)  # type: ignore[no-any-return]
+
+
+def double_array(tensor: Tensor) -> NDArray[np.float64]:
+    """Return contiguous float64 on the CPU as an array of the same shape."""
+    array: Any = array_of(tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor)
+    return array.view(np.float64).reshape(tensor.shape)  # type: ignore[no-any-return]

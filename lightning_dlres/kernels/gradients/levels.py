@@ -7,8 +7,7 @@ or 8 bits, packed as in `layout`.
 
 from __future__ import annotations
 
-from typing import Any
-
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,53 +31,69 @@ def encode_nearest(
         scale: Power of two by which the gradient is multiplied.
         bits: 4 or 8.
     """
-    from lightning_dlres.kernels.gradients import levels_cpu as cpu
+    count = gradient.numel()
+    scales, codes = _parts(payload, blocks(count))
+    if gradient.is_cuda:
+        from lightning_dlres.kernels.gradients import levels_cuda
 
-    scales, codes = _parts(payload, blocks(gradient.numel()))
-    values, errors = float_array(gradient), float_array(residual)
+        levels_cuda.encode_nearest(gradient, residual, scales, codes, scale, bits)
+        return
+    from lightning_dlres.kernels.gradients import levels_cpu
+
     run(
-        gradient.numel(),
-        lambda first, stop: cpu.encode_nearest(
-            values[first:stop],
-            errors[first:stop],
-            scales[blocks(first) : blocks(stop)],
-            codes[words(first, bits) : words(stop, bits)],
-            scale,
-            bits,
-        ),
+        levels_cpu.encode_nearest,
+        count,
+        bits,
+        elements=[float_array(gradient), float_array(residual)],
+        per_block=[float_array(scales)],
+        codes=word_array(codes),
+        options=[scale, bits],
     )
 
 
 def encode_stochastic(
-    gradient: Tensor, scales: Tensor, payload: Tensor, scale: float, bits: int, seed: int
+    gradient: Tensor,
+    payload: Tensor,
+    scale: float,
+    *,
+    bits: int,
+    seed: int,
+    step: Tensor | None = None,
 ) -> None:
     """Write a payload, rounded so that the expected value is the gradient.
 
     Args:
         gradient: float32[n], contiguous.
-        scales: float32[blocks(n)] or float32[1]: distance of two levels of the gradient multiplied
-            by `scale`.
-        payload: uint8[payload_bytes(n, bits, per_block=...)].
+        payload: uint8[payload_bytes(n, bits, per_block=step is None)].
         scale: Power of two by which the gradient is multiplied.
         bits: 2, 4 or 8.
         seed: Seed of the random numbers.
+        step: float32[1]: distance of two levels of the whole gradient, after multiplication by
+            `scale`. None: a scale per block, by its largest magnitude.
     """
-    from lightning_dlres.kernels.gradients import levels_cpu as cpu
+    count = gradient.numel()
+    scales, codes = _parts(payload, blocks(count) if step is None else 1)
+    if step is not None:
+        scales.copy_(step)
+    if gradient.is_cuda:
+        from lightning_dlres.kernels.gradients import levels_cuda
 
-    written, codes = _parts(payload, scales.numel())
-    written[:] = float_array(scales)
-    values, steps = float_array(gradient), _of_blocks(written, gradient.numel())
+        levels_cuda.encode_stochastic(gradient, scales, codes, scale, bits, seed, step is None)
+        return
+    from lightning_dlres.kernels.gradients import levels_cpu
+
+    steps = float_array(scales)
     run(
-        gradient.numel(),
-        lambda first, stop: cpu.encode_stochastic(
-            values[first:stop],
-            steps[blocks(first) : blocks(stop)],
-            codes[words(first, bits) : words(stop, bits)],
-            scale,
-            bits,
-            seed & 0xFFFFFFFF,
-            blocks(first),
-        ),
+        levels_cpu.encode_stochastic,
+        count,
+        bits,
+        elements=[float_array(gradient)],
+        per_block=[
+            np.arange(blocks(count)),
+            steps if step is None else steps.repeat(blocks(count)),
+        ],
+        codes=word_array(codes),
+        options=[scale, bits, seed & 0xFFFFFFFF, step is None],
     )
 
 
@@ -92,44 +107,26 @@ def decode(
     per_block: bool = True,
 ) -> None:
     """Write or add the decoded values; see `threshold.decode`."""
-    from lightning_dlres.kernels.gradients import levels_cpu as cpu
-
     count = out.numel()
     scales, codes = _parts(payload, blocks(count) if per_block else 1)
-    values, steps = float_array(out), _of_blocks(scales, count)
+    if out.is_cuda:
+        from lightning_dlres.kernels.gradients import levels_cuda
+
+        levels_cuda.decode(out, scales, codes, scale, bits, accumulate)
+        return
+    from lightning_dlres.kernels.gradients import levels_cpu
+
+    steps = float_array(scales)
     run(
+        levels_cpu.decode,
         count,
-        lambda first, stop: cpu.decode(
-            steps[blocks(first) : blocks(stop)],
-            codes[words(first, bits) : words(stop, bits)],
-            values[first:stop],
-            scale,
-            bits,
-            accumulate,
-        ),
+        bits,
+        elements=[float_array(out)],
+        per_block=[steps if per_block else steps.repeat(blocks(count))],
+        codes=word_array(codes),
+        options=[scale, bits, accumulate],
     )
 
 
-def largest_of_blocks(gradient: Tensor, scale: float) -> Tensor:
-    """Return the largest magnitude of each block as float32[blocks(n)]; NaN if not finite."""
-    from lightning_dlres.kernels.gradients import levels_cpu as cpu
-
-    largest = torch.empty(blocks(gradient.numel()))
-    values, result = float_array(gradient), float_array(largest)
-    zeros = float_array(torch.zeros_like(gradient))
-    run(
-        gradient.numel(),
-        lambda first, stop: cpu.largest(
-            values[first:stop], zeros[first:stop], result[blocks(first) : blocks(stop)], scale
-        ),
-    )
-    return largest
-
-
-def _parts(payload: Tensor, scales: int) -> tuple[Any, Any]:
-    return float_array(payload[: 4 * scales].view(torch.float32)), word_array(payload[4 * scales :])
-
-
-def _of_blocks(scales: Any, count: int) -> Any:
-    """Return one scale per block; a single scale is repeated."""
-    return scales if scales.size == blocks(count) else scales.repeat(blocks(count))
+def _parts(payload: Tensor, scales: int) -> tuple[Tensor, Tensor]:
+    return payload[: 4 * scales].view(torch.float32), payload[4 * scales :]

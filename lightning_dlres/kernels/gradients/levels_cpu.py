@@ -11,10 +11,15 @@ from numba import float32, int32, types, uint32
 from lightning_dlres.core.compiled import compiled, subroutine
 from lightning_dlres.kernels.gradients.layout import BLOCK
 
+# Parts of a block whose largest magnitudes are found independently, with vector instructions.
+_LANES = 64
+# Smallest distance of two levels; its inverse is finite. Blocks with a smaller one are sent
+# as zeros.
+SMALLEST_STEP = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def _hash(value: Any) -> Any:
+def mixed_bits(value: Any) -> Any:
     """Return 32 well mixed bits of a 32-bit number (Wellons' "lowbias32", 2018).
 
     Numba computes with 64 bits, so each product is cut to 32.
@@ -26,42 +31,40 @@ def _hash(value: Any) -> Any:
     return uint32(value ^ (value >> uint32(16)))
 
 
-_mixed = subroutine(_hash, nogil=True)
+_mixed = subroutine(mixed_bits, nogil=True)
 
 
-def _largest_of_block(gradient: Any, residual: Any, lanes: Any, scale: Any) -> Any:
-    """Return the largest magnitude of a block; NaN if a value is not finite."""
-    for i in range(lanes.size):
-        lanes[i] = float32(0)
-    for first in range(0, gradient.size, lanes.size):
-        values = gradient[first : min(first + lanes.size, gradient.size)]
-        errors = residual[first : min(first + lanes.size, gradient.size)]
-        for i in range(values.size):
-            magnitude = abs(values[i] * scale + errors[i])
-            # NaN becomes infinity, which no later value replaces. `max` below might ignore NaN.
-            lanes[i] = lanes[i] if magnitude <= lanes[i] else magnitude
-            lanes[i] = lanes[i] if magnitude == magnitude else float32(np.inf)
+def _larger(magnitude: Any, largest: Any) -> Any:
+    """Return the larger one of two magnitudes; infinity if one is NaN."""
+    # A comparison with NaN is false.
+    larger = largest if magnitude <= largest else magnitude
+    return larger if magnitude == magnitude else float32(np.inf)
+
+
+_maximum = subroutine(_larger, nogil=True)
+
+
+def _step_of_lanes(lanes: Any, top: Any) -> Any:
+    """Return the distance of two levels of a block; NaN if a value is not finite.
+
+    Args:
+        lanes: Largest magnitudes of parts of the block.
+        top: Highest level.
+    """
     largest = float32(0)
     for i in range(lanes.size):
         largest = max(largest, lanes[i])
-    return largest if largest <= float32(_LARGEST) else float32(np.nan)
+    return largest / top if largest <= float32(_LARGEST) else float32(np.nan)
 
 
-_block_largest = subroutine(_largest_of_block, nogil=True)
+_step = subroutine(_step_of_lanes, nogil=True)
 
 
-@compiled(
-    (types.float32[::1], types.float32[::1], types.float32[::1], types.float32),
-    nogil=True,
-)
-def largest(gradient: Any, residual: Any, scales: Any, scale: Any) -> None:
-    """Write the largest magnitude of each block of gradient plus residual; NaN if not finite."""
-    lanes = np.empty(64, np.float32)
-    for block in range(scales.size):
-        first = block * BLOCK
-        scales[block] = _block_largest(
-            gradient[first : first + BLOCK], residual[first : first + BLOCK], lanes, scale
-        )
+def _inverse_of_step(step: Any) -> Any:
+    return float32(1) / step if step >= float32(SMALLEST_STEP) else float32(0)
+
+
+_inverse = subroutine(_inverse_of_step, nogil=True)
 
 
 def _encode_block(
@@ -73,7 +76,7 @@ def _encode_block(
     # The residual of a block that is not finite stays as it is.
     if not (step <= float32(_LARGEST)):
         return
-    inverse = float32(1) / step if step > float32(0) else float32(0)
+    inverse = _inverse(step)
     mask = uint32((1 << bits) - 1)
     for p in range(32 // bits):
         first = p * words.size
@@ -115,70 +118,111 @@ def encode_nearest(
         scale: Power of two by which the gradient is multiplied.
         bits: Bits of a code: 4 or 8.
     """
-    lanes = np.empty(64, np.float32)
+    lanes = np.empty(_LANES, np.float32)
     size = BLOCK * bits // 32
     top = float32((1 << (bits - 1)) - 1)
     for block in range(scales.size):
         first, word = block * BLOCK, block * size
         values, errors = gradient[first : first + BLOCK], residual[first : first + BLOCK]
-        step = _block_largest(values, errors, lanes, scale) / top
+        lanes[:] = 0
+        for start in range(0, values.size, _LANES):
+            size_of_part = min(_LANES, values.size - start)
+            for i in range(size_of_part):
+                value = values[start + i] * scale + errors[start + i]
+                lanes[i] = _maximum(abs(value), lanes[i])
+        step = _step(lanes, top)
         scales[block] = step
         _block_encoder(values, errors, words[word : word + size], scale, step, top, bits)
+
+
+def _encode_block_stochastic(
+    values: Any, words: Any, scale: Any, step: Any, top: Any, bits: Any, start: Any, seed: Any
+) -> None:
+    """Encode one block. Its random numbers are those from number `start` on."""
+    for i in range(words.size):
+        words[i] = 0
+    if not (step <= float32(_LARGEST)):
+        return
+    inverse = _inverse(step)
+    mask = uint32((1 << bits) - 1)
+    for p in range(32 // bits):
+        first = p * words.size
+        part = values[first : min(first + words.size, values.size)]
+        shift = uint32(bits * p)
+        counter = uint32(start + first)
+        for i in range(part.size):
+            random = _mixed(uint32((counter + uint32(i)) ^ seed))
+            # 24 bits: a float32 in [0, 1).
+            chance = float32(random >> uint32(8)) * float32(2.0**-24)
+            exact = min(max(part[i] * scale * inverse, -top), top)
+            lower = np.floor(exact)
+            level = int32(lower) + (int32(1) if exact - lower > chance else int32(0))
+            words[i] |= (uint32(level) & mask) << shift
+
+
+_stochastic_block_encoder = subroutine(_encode_block_stochastic, nogil=True)
 
 
 @compiled(
     (
         types.float32[::1],
+        types.int64[::1],
         types.float32[::1],
         types.uint32[::1],
         types.float32,
         types.int64,
         types.uint32,
-        types.int64,
+        types.boolean,
     ),
     nogil=True,
 )
 def encode_stochastic(
-    gradient: Any, scales: Any, words: Any, scale: Any, bits: Any, seed: Any, first_block: Any
+    gradient: Any,
+    numbers: Any,
+    scales: Any,
+    words: Any,
+    scale: Any,
+    bits: Any,
+    seed: Any,
+    per_block: Any,
 ) -> None:
     """Encode whole blocks, rounding up with a probability that makes the codes unbiased.
 
     Args:
         gradient: float32[n].
+        numbers: int64[blocks(n)]: number of each block in the unit, so that the random numbers do
+            not depend on the split.
         scales: float32[blocks(n)]: distance of two levels of each block. Values beyond the highest
             level are clipped.
         words: uint32[words(n, bits)].
         scale: Power of two by which the gradient is multiplied.
         bits: Bits of a code: 2, 4 or 8.
         seed: Seed of the random numbers.
-        first_block: Number of the first block in the unit, so that the random numbers do not depend
-            on the split.
+        per_block: Set the scales, by the largest magnitude of each block.
     """
+    lanes = np.empty(_LANES, np.float32)
     size = BLOCK * bits // 32
     top = float32((1 << (bits - 1)) - 1)
-    mask = uint32((1 << bits) - 1)
     mixed_seed = _mixed(uint32(seed))
     for block in range(scales.size):
-        step, codes = scales[block], words[block * size : block * size + size]
-        for i in range(codes.size):
-            codes[i] = 0
-        if not (step <= float32(_LARGEST)):
-            continue
-        inverse = float32(1) / step if step > float32(0) else float32(0)
-        block_values = gradient[block * BLOCK : block * BLOCK + BLOCK]
-        for p in range(32 // bits):
-            first = p * codes.size
-            values = block_values[first : min(first + codes.size, block_values.size)]
-            shift = uint32(bits * p)
-            counter = uint32((first_block + block) * BLOCK + first)
-            for i in range(values.size):
-                random = _mixed(uint32((counter + uint32(i)) ^ mixed_seed))
-                # 24 bits: a float32 in [0, 1).
-                chance = float32(random >> uint32(8)) * float32(2.0**-24)
-                exact = min(max(values[i] * scale * inverse, -top), top)
-                lower = np.floor(exact)
-                level = int32(lower) + (int32(1) if exact - lower > chance else int32(0))
-                codes[i] |= (uint32(level) & mask) << shift
+        values = gradient[block * BLOCK : block * BLOCK + BLOCK]
+        if per_block:
+            lanes[:] = 0
+            for start in range(0, values.size, _LANES):
+                size_of_part = min(_LANES, values.size - start)
+                for i in range(size_of_part):
+                    lanes[i] = _maximum(abs(values[start + i] * scale), lanes[i])
+            scales[block] = _step(lanes, top)
+        _stochastic_block_encoder(
+            values,
+            words[block * size : block * size + size],
+            scale,
+            scales[block],
+            top,
+            bits,
+            numbers[block] * BLOCK,
+            mixed_seed,
+        )
 
 
 def _decode_block(words: Any, out: Any, step: Any, bits: Any, keep: Any) -> None:
@@ -199,21 +243,21 @@ _block_decoder = subroutine(_decode_block, nogil=True)
 @compiled(
     (
         types.float32[::1],
-        types.uint32[::1],
         types.float32[::1],
+        types.uint32[::1],
         types.float32,
         types.int64,
         types.boolean,
     ),
     nogil=True,
 )
-def decode(scales: Any, words: Any, out: Any, scale: Any, bits: Any, keep: Any) -> None:
+def decode(out: Any, scales: Any, words: Any, scale: Any, bits: Any, keep: Any) -> None:
     """Decode whole blocks; the last one may be shorter.
 
     Args:
+        out: float32[n].
         scales: float32[blocks(n)]: distance of two levels of each block.
         words: uint32[words(n, bits)].
-        out: float32[n].
         scale: Factor of the decoded values.
         bits: Bits of a code: 2, 4 or 8.
         keep: Add to `out` instead of replacing it.

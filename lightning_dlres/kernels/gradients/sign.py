@@ -6,8 +6,6 @@ block that is not finite are NaN. Signs are packed as in `layout`: 1 for values 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -31,41 +29,48 @@ def encode(gradient: Tensor, residual: Tensor, payload: Tensor, scale: float) ->
         payload: uint8[payload_bytes(n)].
         scale: Power of two by which the gradient is multiplied.
     """
-    from lightning_dlres.kernels.gradients import sign_cpu as cpu
+    count = gradient.numel()
+    means, codes = _parts(payload, count)
+    if gradient.is_cuda:
+        from lightning_dlres.kernels.gradients import sign_cuda
 
-    means, codes = _parts(payload, gradient.numel())
-    values, errors = float_array(gradient), float_array(residual)
+        sign_cuda.encode(gradient, residual, means, codes, scale)
+        return
+    from lightning_dlres.kernels.gradients import sign_cpu
+
     run(
-        gradient.numel(),
-        lambda first, stop: cpu.encode(
-            values[first:stop],
-            errors[first:stop],
-            means[blocks(first) : blocks(stop)],
-            codes[words(first, BITS) : words(stop, BITS)],
-            scale,
-        ),
+        sign_cpu.encode,
+        count,
+        BITS,
+        elements=[float_array(gradient), float_array(residual)],
+        per_block=[float_array(means).reshape(-1, 2)],
+        codes=word_array(codes),
+        options=[scale],
     )
 
 
 def decode(payload: Tensor, out: Tensor, scale: float, accumulate: bool) -> None:
     """Write or add the decoded values; see `threshold.decode`."""
-    from lightning_dlres.kernels.gradients import sign_cpu as cpu
+    count = out.numel()
+    means, codes = _parts(payload, count)
+    if out.is_cuda:
+        from lightning_dlres.kernels.gradients import sign_cuda
 
-    means, codes = _parts(payload, out.numel())
-    values = float_array(out)
+        sign_cuda.decode(out, means, codes, scale, accumulate)
+        return
+    from lightning_dlres.kernels.gradients import sign_cpu
+
     run(
-        out.numel(),
-        lambda first, stop: cpu.decode(
-            means[blocks(first) : blocks(stop)],
-            codes[words(first, BITS) : words(stop, BITS)],
-            values[first:stop],
-            scale,
-            accumulate,
-        ),
+        sign_cpu.decode,
+        count,
+        BITS,
+        elements=[float_array(out)],
+        per_block=[float_array(means).reshape(-1, 2)],
+        codes=word_array(codes),
+        options=[scale, accumulate],
     )
 
 
-def _parts(payload: Tensor, count: int) -> tuple[Any, Any]:
+def _parts(payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
     size = _MEANS_BYTES * blocks(count)
-    means = float_array(payload[:size].view(torch.float32)).reshape(-1, 2)
-    return means, word_array(payload[size:])
+    return payload[:size].view(torch.float32), payload[size:]

@@ -9,6 +9,7 @@ from numba import float32, types, uint32
 
 from lightning_dlres.core.compiled import compiled, subroutine
 from lightning_dlres.kernels.gradients.layout import BLOCK
+from lightning_dlres.kernels.gradients.sums_cpu import tree_sum
 
 _PLANES = 32
 _WORDS = BLOCK // _PLANES
@@ -19,10 +20,9 @@ def _means_of_block(gradient: Any, residual: Any, lanes: Any, count: Any, scale:
     """Return the means of the values of each sign; NaN if a value is not finite.
 
     The sum of each lane is separate, which allows vector instructions. A GPU adds in the same
-    order.
+    order, see `sums`.
     """
-    for i in range(count):
-        lanes[0, i] = lanes[1, i] = lanes[2, i] = float32(0)
+    lanes[:] = 0
     for p in range(_PLANES):
         first = p * count
         values = gradient[first : min(first + count, gradient.size)]
@@ -34,11 +34,7 @@ def _means_of_block(gradient: Any, residual: Any, lanes: Any, count: Any, scale:
             # NaN is not positive, so it is added here.
             lanes[1, i] += float32(0) if positive else value
             lanes[2, i] += float32(1) if positive else float32(0)
-    above, below, number = float32(0), float32(0), float32(0)
-    for i in range(count):
-        above += lanes[0, i]
-        below += lanes[1, i]
-        number += lanes[2, i]
+    above, below, number = tree_sum(lanes[0]), tree_sum(lanes[1]), tree_sum(lanes[2])
     if not (above - below <= float32(_LARGEST)):
         return float32(np.nan), float32(np.nan)
     others = float32(gradient.size) - number
@@ -116,21 +112,21 @@ _block_decoder = subroutine(_decode_block, nogil=True)
 
 @compiled(
     (
+        types.float32[::1],
         types.float32[:, ::1],
         types.uint32[::1],
-        types.float32[::1],
         types.float32,
         types.boolean,
     ),
     nogil=True,
 )
-def decode(means: Any, words: Any, out: Any, scale: Any, keep: Any) -> None:
+def decode(out: Any, means: Any, words: Any, scale: Any, keep: Any) -> None:
     """Decode whole blocks; the last one may be shorter.
 
     Args:
+        out: float32[n].
         means: float32[blocks(n), 2].
         words: uint32[words(n, 1)].
-        out: float32[n].
         scale: Factor of the decoded values.
         keep: Add to `out` instead of replacing it.
     """

@@ -5,13 +5,25 @@ Codes are packed as in `layout`: 0 is zero, 1 is +threshold, 2 is -threshold, an
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dlres.kernels.gradients.layout import blocks, float_array, run, word_array, words
+from lightning_dlres.kernels.gradients.layout import (
+    blocks,
+    double_array,
+    float_array,
+    run,
+    word_array,
+    words,
+)
 
 BITS = 2
 _HEADER_BYTES = 4
+# Smallest threshold: zero would send every element.
+SMALLEST = float(np.finfo(np.float32).tiny)
+# Largest threshold: an infinite one would be no state to save, and would send nothing.
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def payload_bytes(count: int) -> int:
@@ -20,40 +32,62 @@ def payload_bytes(count: int) -> int:
 
 
 def encode(
-    gradient: Tensor, residual: Tensor, payload: Tensor, threshold: Tensor, scale: float
-) -> Tensor:
-    """Write a payload, and update the residual; return the mean magnitude of a sample.
+    gradient: Tensor,
+    residual: Tensor,
+    payload: Tensor,
+    threshold: Tensor,
+    scale: float,
+    multiple: float | None = None,
+) -> None:
+    """Write a payload, and update the residual and the threshold.
 
     Args:
         gradient: float32[n], contiguous.
         residual: float32[n], updated in place. Elements whose value is not finite keep theirs.
         payload: uint8[payload_bytes(n)].
-        threshold: float32[1], positive.
+        threshold: float32[1], at least 0. Zero stands for the smallest positive threshold.
         scale: Power of two by which the gradient is multiplied.
+        multiple: The threshold becomes this multiple of the mean magnitude of gradient plus
+            residual, measured on a sixteenth of the elements. A threshold of zero is first set to
+            the multiple of the gradient's mean magnitude. None keeps the threshold.
     """
-    from lightning_dlres.kernels.gradients import threshold_cpu as cpu
+    count, device = gradient.numel(), gradient.device
+    sums = torch.empty(blocks(count), 2, dtype=torch.float64, device=device)
+    header, codes = payload[:_HEADER_BYTES].view(torch.float32), payload[_HEADER_BYTES:]
+    if gradient.is_cuda:
+        from lightning_dlres.kernels.gradients import threshold_cuda
 
-    count = gradient.numel()
-    payload[:_HEADER_BYTES].view(torch.float32).copy_(threshold)
-    sums = torch.zeros(blocks(count), 2)
-    arrays = float_array(gradient), float_array(residual), word_array(payload[_HEADER_BYTES:])
-    magnitudes, value = sums.numpy(), float(threshold)
+        if multiple is not None:
+            threshold_cuda.start(gradient, sums, threshold, scale, multiple)
+        threshold_cuda.encode(gradient, residual, sums, codes, header, threshold, scale)
+        if multiple is not None:
+            threshold_cuda.adapt(sums, threshold, multiple)
+        return
+    from lightning_dlres.kernels.gradients import threshold_cpu
 
-    def loop(first: int, stop: int) -> None:
-        gradients, residuals, codes = arrays
-        cpu.encode(
-            gradients[first:stop],
-            residuals[first:stop],
-            codes[words(first, BITS) : words(stop, BITS)],
-            magnitudes[blocks(first) : blocks(stop)],
-            scale,
-            value,
-            blocks(first),
+    values, per_block = float_array(gradient), double_array(sums)
+    if multiple is not None and not threshold:
+        run(
+            threshold_cpu.magnitudes,
+            count,
+            BITS,
+            elements=[values],
+            per_block=[per_block],
+            options=[scale],
         )
-
-    run(count, loop)
-    sums_of_blocks = sums.sum(0, dtype=torch.float64)
-    return (sums_of_blocks[0] / sums_of_blocks[1].clamp(min=1)).to(torch.float32)
+        _adapt(sums, threshold, multiple)
+    torch.clamp(threshold, min=SMALLEST, out=header)
+    run(
+        threshold_cpu.encode,
+        count,
+        BITS,
+        elements=[values, float_array(residual)],
+        per_block=[np.arange(blocks(count)), per_block],
+        codes=word_array(codes),
+        options=[scale, float(header)],
+    )
+    if multiple is not None:
+        _adapt(sums, threshold, multiple)
 
 
 def decode(payload: Tensor, out: Tensor, scale: float, accumulate: bool) -> None:
@@ -65,13 +99,35 @@ def decode(payload: Tensor, out: Tensor, scale: float, accumulate: bool) -> None
         scale: Factor of the decoded values.
         accumulate: Add to `out`.
     """
-    from lightning_dlres.kernels.gradients import threshold_cpu as cpu
+    header, codes = payload[:_HEADER_BYTES].view(torch.float32), payload[_HEADER_BYTES:]
+    if out.is_cuda:
+        from lightning_dlres.kernels.gradients import threshold_cuda
 
-    threshold = float(payload[:_HEADER_BYTES].view(torch.float32)) * scale
-    codes, values = word_array(payload[_HEADER_BYTES:]), float_array(out)
+        threshold_cuda.decode(out, header, codes, scale, accumulate)
+        return
+    from lightning_dlres.kernels.gradients import threshold_cpu
+
     run(
+        threshold_cpu.decode,
         out.numel(),
-        lambda first, stop: cpu.decode(
-            codes[words(first, BITS) : words(stop, BITS)], values[first:stop], threshold, accumulate
-        ),
+        BITS,
+        elements=[float_array(out)],
+        codes=word_array(codes),
+        options=[float(header), scale, accumulate],
     )
+
+
+def _adapt(sums: Tensor, threshold: Tensor, multiple: float) -> None:
+    """Set the threshold to a multiple of a mean, on the CPU.
+
+    Args:
+        sums: float64[blocks, 2]: sum and number of the magnitudes of each block.
+        threshold: float32[1].
+        multiple: Factor of the mean.
+    """
+    from lightning_dlres.kernels.gradients import sums_cpu
+
+    result = torch.empty(2, dtype=torch.float64)
+    sums_cpu.totals(double_array(sums), double_array(result))
+    mean = result[0] / result[1].clamp(min=1)
+    threshold.copy_((mean * multiple).clamp(max=LARGEST))

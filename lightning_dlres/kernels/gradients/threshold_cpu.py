@@ -9,6 +9,7 @@ from numba import float32, types, uint32
 
 from lightning_dlres.core.compiled import compiled, subroutine
 from lightning_dlres.kernels.gradients.layout import BLOCK
+from lightning_dlres.kernels.gradients.sums_cpu import LANES, tree_sum
 
 BITS = 2
 _PLANES = 32 // BITS
@@ -19,10 +20,11 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def _encode_block(
-    gradient: Any, residual: Any, words: Any, scale: Any, threshold: Any, plane: Any
+    gradient: Any, residual: Any, words: Any, scale: Any, threshold: Any, plane: Any, lanes: Any
 ) -> Any:
-    """Encode one block; return the sum and the number of the finite magnitudes in one plane."""
-    total, finite = float32(0), float32(0)
+    """Encode one block; return the sum of magnitudes over one plane, and its finite elements."""
+    finite = 0
+    lanes[:] = 0
     for i in range(words.size):
         words[i] = 0
     for p in range(_PLANES):
@@ -33,9 +35,9 @@ def _encode_block(
         if p == plane:
             for i in range(values.size):
                 magnitude = abs(values[i] * scale + errors[i])
-                if magnitude <= float32(_LARGEST):
-                    total += magnitude
-                    finite += float32(1)
+                is_finite = magnitude <= float32(_LARGEST)
+                lanes[i] = magnitude if is_finite else float32(0)
+                finite += 1 if is_finite else 0
         for i in range(values.size):
             value = values[i] * scale + errors[i]
             positive, negative = value >= threshold, value <= -threshold
@@ -48,7 +50,7 @@ def _encode_block(
             is_finite = abs(value) <= float32(_LARGEST)
             errors[i] = error if is_finite else errors[i]
             words[i] |= (code if is_finite else uint32(_NOT_FINITE)) << shift
-    return total, finite
+    return tree_sum(lanes), finite
 
 
 _block_encoder = subroutine(_encode_block, nogil=True)
@@ -58,36 +60,31 @@ _block_encoder = subroutine(_encode_block, nogil=True)
     (
         types.float32[::1],
         types.float32[::1],
+        types.int64[::1],
+        types.float64[:, ::1],
         types.uint32[::1],
-        types.float32[:, ::1],
         types.float32,
         types.float32,
-        types.int64,
     ),
     nogil=True,
 )
 def encode(
-    gradient: Any,
-    residual: Any,
-    words: Any,
-    sums: Any,
-    scale: Any,
-    threshold: Any,
-    first_block: Any,
+    gradient: Any, residual: Any, numbers: Any, sums: Any, words: Any, scale: Any, threshold: Any
 ) -> None:
     """Encode whole blocks; the last one may be shorter.
 
     Args:
         gradient: float32[n].
         residual: float32[n], updated in place. Elements whose value is not finite keep theirs.
+        numbers: int64[blocks(n)]: number of each block in the unit. The sample is another plane in
+            each.
+        sums: float64[blocks(n), 2]: receives the sum of the finite magnitudes of a sixteenth of
+            each block, and their number.
         words: uint32[words(n, BITS)].
-        sums: float32[blocks(n), 2]: over a sixteenth of each block, the sum of the finite
-            magnitudes, and their number.
         scale: Power of two by which the gradient is multiplied.
         threshold: Magnitude of the values that are sent; positive.
-        first_block: Number of the first block in the unit. It determines which plane of each block
-            is sampled, so that the sample does not depend on the split.
     """
+    lanes = np.empty(LANES, np.float32)
     for block in range(len(sums)):
         first, word = block * BLOCK, block * _WORDS
         sums[block, 0], sums[block, 1] = _block_encoder(
@@ -96,8 +93,30 @@ def encode(
             words[word : word + _WORDS],
             scale,
             threshold,
-            (first_block + block) % _PLANES,
+            numbers[block] % _PLANES,
+            lanes,
         )
+
+
+@compiled((types.float32[::1], types.float64[:, ::1], types.float32), nogil=True)
+def magnitudes(gradient: Any, sums: Any, scale: Any) -> None:
+    """Write the sum of the magnitudes of whole blocks, and their number of elements.
+
+    Args:
+        gradient: float32[n].
+        sums: float64[blocks(n), 2]. Elements that are not finite count as 0.
+        scale: Power of two by which the gradient is multiplied.
+    """
+    lanes = np.empty(LANES, np.float32)
+    for block in range(len(sums)):
+        values = gradient[block * BLOCK : block * BLOCK + BLOCK]
+        lanes[:] = 0
+        for first in range(0, values.size, LANES):
+            part = values[first : min(first + LANES, values.size)]
+            for i in range(part.size):
+                magnitude = abs(part[i] * scale)
+                lanes[i] += magnitude if magnitude <= float32(_LARGEST) else float32(0)
+        sums[block, 0], sums[block, 1] = tree_sum(lanes), values.size
 
 
 def _decode_block(words: Any, out: Any, threshold: Any, keep: Any) -> None:
@@ -118,18 +137,21 @@ _block_decoder = subroutine(_decode_block, nogil=True)
 
 
 @compiled(
-    (types.uint32[::1], types.float32[::1], types.float32, types.boolean),
+    (types.float32[::1], types.uint32[::1], types.float32, types.float32, types.boolean),
     nogil=True,
 )
-def decode(words: Any, out: Any, threshold: Any, keep: Any) -> None:
+def decode(out: Any, words: Any, threshold: Any, scale: Any, keep: Any) -> None:
     """Decode whole blocks; the last one may be shorter.
 
     Args:
-        words: uint32[words(n, BITS)].
         out: float32[n].
-        threshold: Magnitude of the values.
+        words: uint32[words(n, BITS)].
+        threshold: Magnitude of the values that were sent.
+        scale: Factor of the decoded values.
         keep: Add to `out` instead of replacing it.
     """
     for block in range((out.size + BLOCK - 1) // BLOCK):
         first, word = block * BLOCK, block * _WORDS
-        _block_decoder(words[word : word + _WORDS], out[first : first + BLOCK], threshold, keep)
+        _block_decoder(
+            words[word : word + _WORDS], out[first : first + BLOCK], threshold * scale, keep
+        )
