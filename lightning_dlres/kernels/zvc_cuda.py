@@ -12,7 +12,6 @@ which blocks start. A block therefore waits only for blocks that already run, an
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any
 
@@ -20,11 +19,12 @@ import torch
 from numba import cuda, int64, types, uint32
 from torch import Tensor
 
+from lightning_dlres.kernels.cuda_launch import SIMULATED, launch
+
 # Warps of a block, words of the mask that each warp writes, and lanes of a warp: bits of a word.
 WARPS, WORDS, LANES = 8, 8, 32
 THREADS = WARPS * LANES
 TILE = WARPS * WORDS * LANES
-SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 _KINDS = {1: types.uint8, 2: types.uint16, 4: types.uint32}
 _DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
@@ -77,12 +77,7 @@ def _launch(kernel: Any, count: int, *tensors: Tensor) -> None:
     device = tensors[0].device
     # Word 0 is the ticket; word 1 + i belongs to tile i.
     state = torch.zeros(1 + tiles(count), dtype=torch.int64, device=device)
-    # Numba has a current device of its own for each thread, so both must be set.
-    with torch.cuda.device(device), cuda.gpus[device.index]:
-        stream = cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
-        kernel[tiles(count), THREADS, stream](
-            *(cuda.as_cuda_array(tensor, sync=False) for tensor in (*tensors, state))
-        )
+    launch(kernel, tiles(count), THREADS, *tensors, state)
 
 
 @cache

@@ -62,7 +62,7 @@ def test_a_gpu_writes_the_bytes_of_the_cpu(dtype: torch.dtype, count: int) -> No
 
 def test_a_kernel_starts_in_the_context_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba_cuda")
-    from lightning_dlres.kernels import zvc_cuda
+    from lightning_dlres.kernels import cuda_launch, zvc_cuda
 
     seen: list[str] = []
 
@@ -85,7 +85,7 @@ def test_a_kernel_starts_in_the_context_of_its_tensors(monkeypatch: pytest.Monke
         external_stream=lambda pointer: f"stream {pointer}",
         as_cuda_array=lambda tensor, sync: tensor,
     )
-    monkeypatch.setattr(zvc_cuda, "cuda", numba)
+    monkeypatch.setattr(cuda_launch, "cuda", numba)
     monkeypatch.setattr(torch, "zeros", lambda *shape, **kwargs: torch.empty(0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered(f"torch {device.index}"))
     stream = SimpleNamespace(cuda_stream=7)

@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from lightning_dlres.kernels import zvc, zvc_cpu, zvc_cuda
+from lightning_dlres.kernels import cuda_launch, zvc, zvc_cpu, zvc_cuda
 
 # Switch interval of the interpreter, in seconds; the default is 5e-3.
 SWITCH_SECONDS = 1e-4
@@ -77,7 +77,7 @@ def make_tiles_small() -> None:
 
 
 def main() -> None:
-    assert zvc_cuda.SIMULATED
+    assert cuda_launch.SIMULATED
     # Simulated threads spin while they wait. A short interval soon lets the awaited thread run.
     sys.setswitchinterval(SWITCH_SECONDS)
     check(2, zvc_cuda.TILE + 100, 0.4)

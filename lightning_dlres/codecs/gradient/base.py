@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_dlres.codecs.base import Codec, Encoded
 from lightning_dlres.codecs.raw import decode_target
 from lightning_dlres.core.errors import ConfigError, ProtocolError
+from lightning_dlres.kernels import zvc
 
 # Tensors that a codec remembers of one gradient between steps, by name.
 State = dict[str, Tensor]
@@ -37,12 +38,14 @@ class GradientCodec(Codec):
             a gradient's mean to its variance so much that Adam may diverge (Tang et al., 2021).
         is_divisible: True if a gradient may be cut into partitions at multiples of the
             kernels' block of 4096 elements.
+        uses_kernels: True if the codec needs the compiler of GPU kernels (numba-cuda) on a GPU.
     """
 
     is_lossless = False
     is_unbiased: ClassVar[bool] = False
     suits_adam: ClassVar[bool] = True
     is_divisible: ClassVar[bool] = True
+    uses_kernels: ClassVar[bool] = False
 
     @abstractmethod
     def payload_bytes(self, count: int) -> int:
@@ -93,6 +96,9 @@ class GradientCodec(Codec):
     def at_step(self, step: int) -> GradientCodec:
         """Return the codec of a step, from 0; codecs with a warm-up change over the steps."""
         return self
+
+    def runs_on_gpus(self) -> bool:
+        return zvc.runs_on_gpus() or not self.uses_kernels
 
     def bound(self, tensor: Tensor) -> int:
         return self.payload_bytes(tensor.numel())

@@ -16,6 +16,7 @@ from lightning_dlres.codecs.gradient import sparse
 from lightning_dlres.codecs.gradient.base import RESIDUAL, GradientCodec, State
 from lightning_dlres.core.checks import finite, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.kernels.gradients import sums
 
 _MOMENTUM = "momentum"
 # Share of the elements that are sent in the first part of the warm-up. Each of the later parts
@@ -41,6 +42,8 @@ class DGC(sparse.SparseCodec):
 
     name = "dgc"
     suits_adam = False
+    # To clip, it adds up the squares in the order of a CPU.
+    uses_kernels = True
 
     def __init__(
         self,
@@ -82,18 +85,19 @@ class DGC(sparse.SparseCodec):
         if not values.numel():
             return
         gradient = values * scale
-        if not gradient.isfinite().all():
-            sparse.write_not_finite(payload)
-            return
+        is_finite = gradient.isfinite().all()
         residual, momentum = state[RESIDUAL], state.get(_MOMENTUM)
         if self.clip is not None and momentum is not None:
-            gradient.mul_((self.clip / gradient.norm()).clamp(max=1.0))
+            _, _, squares = sums.moments(gradient, gradient.new_zeros(1))
+            gradient.mul_((self.clip / squares.sqrt().to(torch.float32)).clamp(max=1.0))
         if momentum is not None:
-            gradient = momentum.mul_(self.momentum).add_(gradient)
-        residual.add_(gradient)
-        indices = sparse.largest(residual, sparse.entries(values.numel(), self.ratio))
-        sparse.write(payload, residual[indices], indices)
-        residual[indices] = 0
+            gradient = torch.mul(momentum, self.momentum).add_(gradient)
+        total = residual + gradient
+        indices = sparse.largest(total, sparse.entries(values.numel(), self.ratio))
+        sparse.write(payload, total[indices], indices, is_finite)
+        total.index_fill_(0, indices, 0)
+        torch.where(is_finite, total, residual, out=residual)
         if momentum is not None:
             # Factor masking: stale momentum must not act again on what was sent.
-            momentum[indices] = 0
+            gradient.index_fill_(0, indices, 0)
+            torch.where(is_finite, gradient, momentum, out=momentum)

@@ -7,6 +7,7 @@ format's largest number.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -54,9 +55,11 @@ class Float8(GradientCodec):
         rows = _rows(exact)
         # NaN if any element of the block is not finite.
         largest = (rows.abs() + 0 * rows).amax(1)
-        largest = torch.where(largest.isfinite(), largest, torch.nan)
-        steps = largest / torch.finfo(self._dtype).max
-        divisor = torch.where(steps > 0, steps, 1.0)
+        # `torch.where` with a number would copy it to the GPU, and wait.
+        largest.masked_fill_(~largest.isfinite(), math.nan)
+        # For a number as divisor, a GPU would multiply with its inverse, and round otherwise.
+        steps = largest / largest.new_full((1,), torch.finfo(self._dtype).max)
+        divisor = steps.masked_fill(~(steps > 0), 1.0)
         codes = (rows / divisor[:, None]).to(self._dtype)
         error = exact - (codes.to(torch.float32) * steps[:, None]).view(-1)[:count]
         torch.where(error.isfinite(), error, residual, out=residual)

@@ -39,10 +39,8 @@ class GradDrop(sparse.SparseCodec):
             return
         residual = state[RESIDUAL]
         exact = torch.add(residual, values, alpha=scale)
-        if not exact.isfinite().all():
-            sparse.write_not_finite(payload)
-            return
+        is_finite = exact.isfinite().all()
         indices = sparse.largest(exact, sparse.entries(values.numel(), self.ratio))
-        sparse.write(payload, exact[indices], indices)
-        residual.copy_(exact)
-        residual[indices] = 0
+        sparse.write(payload, exact[indices], indices, is_finite)
+        exact.index_fill_(0, indices, 0)
+        torch.where(is_finite, exact, residual, out=residual)

@@ -22,6 +22,7 @@ class BlockwiseInt8(GradientCodec):
     """Codec with one byte per element, and one scale per block."""
 
     name = "int8"
+    uses_kernels = True
 
     @override
     def payload_bytes(self, count: int) -> int:

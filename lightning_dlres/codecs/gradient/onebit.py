@@ -21,6 +21,7 @@ class OneBit(GradientCodec):
 
     name = "onebit"
     suits_adam = False
+    uses_kernels = True
 
     @override
     def payload_bytes(self, count: int) -> int:

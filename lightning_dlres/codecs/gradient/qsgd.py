@@ -32,6 +32,7 @@ class QSGD(GradientCodec):
 
     name = "qsgd"
     is_unbiased = True
+    uses_kernels = True
 
     def __init__(self, *, bits: int = 4) -> None:
         if bits not in _WIDTHS:

@@ -45,11 +45,12 @@ def payload_bytes(count: int, ratio: float) -> int:
 def largest(values: Tensor, number: int) -> Tensor:
     """Return the indices of at most `number` of the elements with the largest magnitudes.
 
-    The selection is exact in a small tensor. In a large one, the threshold comes from a regular
-    sample (Lin et al., 2018), and fewer elements than `number` may pass it.
+    They are exactly the largest ones of a small tensor, or on a GPU. Of a large one on a CPU, a
+    regular sample gives the threshold (Lin et al., 2018), and fewer elements than `number` may pass
+    it. On a GPU the number of results is fixed, so that nothing waits for it.
     """
     magnitudes = values.abs()
-    if values.numel() <= _SAMPLED_ABOVE:
+    if values.is_cuda or values.numel() <= _SAMPLED_ABOVE:
         return magnitudes.topk(number, sorted=False).indices
     sample = magnitudes[:: values.numel() // _SAMPLE]
     expected = max(1, round(sample.numel() * number / values.numel()))
@@ -60,20 +61,22 @@ def largest(values: Tensor, number: int) -> Tensor:
     return candidates[magnitudes[candidates].topk(number, sorted=False).indices]
 
 
-def write(payload: Tensor, values: Tensor, indices: Tensor) -> None:
-    """Write a payload of at most as many entries as it holds."""
+def write(payload: Tensor, values: Tensor, indices: Tensor, is_finite: Tensor) -> None:
+    """Write a payload of at most as many entries as it holds.
+
+    Args:
+        payload: uint8[payload_bytes(n, ratio)].
+        values: float32[k].
+        indices: int64[k].
+        is_finite: Boolean without dimensions. False: all elements are decoded as NaN.
+    """
     sent, positions = _parts(payload)
     sent.zero_()
     positions.zero_()
     sent[: indices.numel()] = values
     positions[: indices.numel()] = indices.to(torch.int32)
-
-
-def write_not_finite(payload: Tensor) -> None:
-    """Write the payload of a gradient that is not finite."""
-    values, indices = _parts(payload)
-    values.fill_(math.nan)
-    indices.fill_(_NOT_FINITE)
+    sent.masked_fill_(~is_finite, math.nan)
+    positions.masked_fill_(~is_finite, _NOT_FINITE)
 
 
 def expand(payload: Tensor, out: Tensor, scale: float, accumulate: bool) -> None:
@@ -83,10 +86,11 @@ def expand(payload: Tensor, out: Tensor, scale: float, accumulate: bool) -> None
     values, indices = _parts(payload)
     if not accumulate:
         out.zero_()
-    if indices[0] == _NOT_FINITE:
-        out.fill_(math.nan)
-        return
-    out.index_add_(0, indices, values * scale)
+    is_not_finite = indices[0] == _NOT_FINITE
+    # A GPU makes a pass over memory even if all is finite; a branch would wait for it.
+    if out.is_cuda or is_not_finite:
+        out.masked_fill_(is_not_finite, math.nan)
+    out.index_add_(0, indices.clamp(min=0), values * scale)
 
 
 def _parts(payload: Tensor) -> tuple[Tensor, Tensor]:

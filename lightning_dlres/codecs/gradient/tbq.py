@@ -36,6 +36,7 @@ class ThresholdQuantisation(GradientCodec):
 
     name = "tbq"
     suits_adam = False
+    uses_kernels = True
 
     def __init__(self, *, threshold: float | Literal["auto"] = "auto") -> None:
         if threshold != "auto":

@@ -7,6 +7,8 @@ codes are unbiased for the clipped gradient.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -33,6 +35,7 @@ class TernGrad(GradientCodec):
     name = "terngrad"
     is_unbiased = True
     suits_adam = False
+    uses_kernels = True
 
     def __init__(self, *, clip: float = 2.5) -> None:
         self.clip = finite("clip", clip, "clip=2.5", above=True)
@@ -49,12 +52,14 @@ class TernGrad(GradientCodec):
         pivot = values[:1] if count else values.new_zeros(1)
         limit, total, squares = sums.moments(values, pivot)
         if count > 1:
-            variance = (squares - total * total / count) / count
+            # A GPU divides by a number by multiplying with its inverse.
+            inverse = 1 / count
+            variance = (squares - total * total * inverse) * inverse
             deviation = variance.clamp(min=0).sqrt().to(torch.float32)
             clipped = limit.minimum(deviation * self.clip)
             limit = torch.where(deviation > 0, clipped, limit)
         # Arithmetic with NaN gives other bits on a GPU than on a CPU.
-        step = torch.where(limit.isnan(), torch.nan, limit * scale).view(1)
+        step = (limit * scale).masked_fill(limit.isnan(), math.nan).view(1)
         levels.encode_stochastic(values, payload, scale, bits=_BITS, seed=seed, step=step)
 
     @override

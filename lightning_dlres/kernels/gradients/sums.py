@@ -50,4 +50,4 @@ def moments(values: Tensor, pivot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         )
         sums_cpu.totals(double_array(sums), double_array(result))
     top = largest.amax()
-    return torch.where(top.isnan(), torch.nan, top), result[0], result[1]
+    return top, result[0], result[1]

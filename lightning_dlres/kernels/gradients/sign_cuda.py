@@ -1,0 +1,117 @@
+"""One-bit quantisation on a GPU: one pass over memory; see `sign`.
+
+A thread block of the GPU works on one block of elements, and a thread on one word of codes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cuda, float32, uint32
+from torch import Tensor
+
+from lightning_dlres.kernels.cuda_launch import launch
+from lightning_dlres.kernels.gradients.arithmetic_cuda import (
+    add,
+    divide,
+    multiply,
+    subtract,
+    tree_sum,
+)
+from lightning_dlres.kernels.gradients.layout import BLOCK, blocks
+
+_PLANES = 32
+# One thread for each word of a block.
+THREADS = BLOCK // _PLANES
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def encode(gradient: Tensor, residual: Tensor, means: Tensor, codes: Tensor, scale: float) -> None:
+    """Write the means and the codes of a payload, and update the residual; see `sign.encode`."""
+    count = gradient.numel()
+    if count:
+        kernel, _ = kernels()
+        words = codes.view(torch.uint32)
+        launch(kernel, blocks(count), THREADS, gradient, residual, means, words, np.float32(scale))
+
+
+def decode(out: Tensor, means: Tensor, codes: Tensor, scale: float, accumulate: bool) -> None:
+    """Write or add the decoded values; see `sign.decode`."""
+    count = out.numel()
+    if count:
+        _, kernel = kernels()
+        words, keep = codes.view(torch.uint32), np.bool_(accumulate)
+        launch(kernel, blocks(count), THREADS, out, means, words, np.float32(scale), keep)
+
+
+@cache
+def kernels() -> tuple[Any, Any]:
+    """Return the compiled encoder and decoder."""
+    return cuda.jit(sign_encode), cuda.jit(sign_decode)
+
+
+def sign_encode(gradient: Any, residual: Any, means: Any, words: Any, scale: Any) -> None:
+    """Kernel with the arguments of `sign_cpu.encode`, except that `means` has one dimension."""
+    lanes = cuda.shared.array((3, THREADS), float32)
+    values = cuda.local.array(_PLANES, float32)
+    lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
+    size = min(gradient.size - first, BLOCK)
+    count = (size + _PLANES - 1) // _PLANES
+    above, below, number = float32(0), float32(0), float32(0)
+    for p in range(_PLANES):
+        element = p * count + lane
+        # All loads come before the first store, so that many of them are under way at once.
+        values[p] = float32(0)
+        if lane < count and element < size:
+            scaled = multiply(gradient[first + element], scale)
+            values[p] = add(scaled, residual[first + element])
+            if values[p] >= float32(0):
+                above = add(above, values[p])
+                number = add(number, float32(1))
+            else:
+                below = add(below, values[p])
+    lanes[0, lane], lanes[1, lane], lanes[2, lane] = above, below, number
+    tree_sum(lanes, lane)
+    above, below, number = lanes[0, 0], lanes[1, 0], lanes[2, 0]
+    is_finite = subtract(above, below) <= float32(_LARGEST)
+    above = divide(above, max(number, float32(1)))
+    below = divide(below, max(subtract(float32(size), number), float32(1)))
+    if lane == 0:
+        means[2 * cuda.blockIdx.x] = above if is_finite else float32(np.nan)
+        means[2 * cuda.blockIdx.x + 1] = below if is_finite else float32(np.nan)
+    if lane < count:
+        word = uint32(0)
+        # The residual of a block that is not finite stays as it is.
+        if is_finite:
+            for p in range(_PLANES):
+                element = p * count + lane
+                if element < size:
+                    positive = values[p] >= float32(0)
+                    mean = above if positive else below
+                    residual[first + element] = subtract(values[p], mean)
+                    word = uint32(word | (uint32(1 if positive else 0) << uint32(p)))
+        words[cuda.blockIdx.x * THREADS + lane] = word
+
+
+def sign_decode(out: Any, means: Any, words: Any, scale: Any, keep: Any) -> None:
+    """Kernel with the arguments of `sign_cpu.decode`, except that `means` has one dimension."""
+    values = cuda.local.array(_PLANES, float32)
+    lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
+    size = min(out.size - first, BLOCK)
+    count = (size + _PLANES - 1) // _PLANES
+    if lane < count:
+        above = multiply(means[2 * cuda.blockIdx.x], scale)
+        below = multiply(means[2 * cuda.blockIdx.x + 1], scale)
+        word = words[cuda.blockIdx.x * THREADS + lane]
+        for p in range(_PLANES):
+            values[p] = float32(0)
+            if keep and p * count + lane < size:
+                values[p] = out[first + p * count + lane]
+        for p in range(_PLANES):
+            element = p * count + lane
+            if element < size:
+                value = above if (word >> uint32(p)) & uint32(1) else below
+                out[first + element] = add(values[p], value)

@@ -1,0 +1,235 @@
+"""Threshold quantisation to 2 bits on a GPU: one pass over memory; see `threshold`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import cuda, float32, float64, int32, uint32
+from torch import Tensor
+
+from lightning_dlres.kernels.cuda_launch import launch
+from lightning_dlres.kernels.gradients.arithmetic_cuda import (
+    add,
+    larger,
+    multiply,
+    multiply_double,
+    subtract,
+    tree_sum,
+)
+from lightning_dlres.kernels.gradients.layout import BLOCK, blocks
+from lightning_dlres.kernels.gradients.sums_cuda import LANES, sum_of_column
+from lightning_dlres.kernels.gradients.threshold import BITS, SMALLEST
+
+_PLANES = 32 // BITS
+# One thread for each word of a block.
+THREADS = BLOCK // _PLANES
+_POSITIVE, _NEGATIVE, _NOT_FINITE = 1, 2, 3
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def start(gradient: Tensor, sums: Tensor, threshold: Tensor, scale: float, multiple: float) -> None:
+    """Set a threshold of zero to a multiple of the gradient's mean magnitude; see `threshold`.
+
+    The kernels find out whether the threshold is zero, so that nothing waits for the GPU.
+    """
+    count = gradient.numel()
+    if count:
+        launch(
+            kernels().magnitudes,
+            blocks(count),
+            THREADS,
+            gradient,
+            sums.view(-1),
+            threshold,
+            np.float32(scale),
+        )
+        _adapt(sums, threshold, multiple, only_zero=True)
+
+
+def encode(
+    gradient: Tensor,
+    residual: Tensor,
+    sums: Tensor,
+    codes: Tensor,
+    header: Tensor,
+    threshold: Tensor,
+    scale: float,
+) -> None:
+    """Write a payload, and update the residual; see `threshold.encode`.
+
+    Args:
+        gradient: float32[n].
+        residual: float32[n].
+        sums: float64[blocks(n), 2]: receives the sum and the number of the sampled magnitudes.
+        codes: uint8[4 * words(n, BITS)].
+        header: float32[1]: receives the threshold.
+        threshold: float32[1].
+        scale: Power of two by which the gradient is multiplied.
+    """
+    count = gradient.numel()
+    if not count:
+        torch.clamp(threshold, min=SMALLEST, out=header)
+        return
+    words = codes.view(torch.uint32)
+    arrays = gradient, residual, sums.view(-1), words, header, threshold
+    launch(kernels().encode, blocks(count), THREADS, *arrays, np.float32(scale))
+
+
+def adapt(sums: Tensor, threshold: Tensor, multiple: float) -> None:
+    """Set the threshold to a multiple of the mean of the sampled magnitudes."""
+    _adapt(sums, threshold, multiple, only_zero=False)
+
+
+def decode(out: Tensor, header: Tensor, codes: Tensor, scale: float, accumulate: bool) -> None:
+    """Write or add the decoded values; see `threshold.decode`."""
+    count = out.numel()
+    if count:
+        options = np.float32(scale), np.bool_(accumulate)
+        words = codes.view(torch.uint32)
+        launch(kernels().decode, blocks(count), THREADS, out, header, words, *options)
+
+
+def _adapt(sums: Tensor, threshold: Tensor, multiple: float, *, only_zero: bool) -> None:
+    if not sums.numel():
+        threshold.zero_()
+        return
+    options = np.float64(multiple), np.bool_(only_zero)
+    launch(kernels().adapt, 1, LANES, sums, threshold, *options)
+
+
+class _Kernels(NamedTuple):
+    """Compiled kernels."""
+
+    magnitudes: Any
+    encode: Any
+    adapt: Any
+    decode: Any
+
+
+@cache
+def kernels() -> _Kernels:
+    """Return the compiled kernels."""
+    bodies = threshold_magnitudes, threshold_encode, threshold_adapt, threshold_decode
+    return _Kernels(*map(cuda.jit, bodies))
+
+
+def threshold_magnitudes(gradient: Any, sums: Any, threshold: Any, scale: Any) -> None:
+    """Write the sum of the magnitudes of each block, and its elements, if the threshold is zero."""
+    # All threads of a block take the same branch, as the barriers in `tree_sum` demand.
+    if threshold[0] == float32(0):
+        lanes = cuda.shared.array((1, THREADS), float32)
+        lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
+        size = min(gradient.size - first, BLOCK)
+        total = float32(0)
+        for part in range(BLOCK // THREADS):
+            element = part * THREADS + lane
+            if element < size:
+                magnitude = abs(multiply(gradient[first + element], scale))
+                if magnitude <= float32(_LARGEST):
+                    total = add(total, magnitude)
+        lanes[0, lane] = total
+        tree_sum(lanes, lane)
+        if lane == 0:
+            sums[2 * cuda.blockIdx.x] = float64(lanes[0, 0])
+            sums[2 * cuda.blockIdx.x + 1] = float64(size)
+
+
+def threshold_encode(
+    gradient: Any,
+    residual: Any,
+    sums: Any,
+    words: Any,
+    header: Any,
+    threshold: Any,
+    scale: Any,
+) -> None:
+    """Kernel with the arguments of `encode`; `sums` has one dimension."""
+    lanes = cuda.shared.array((1, THREADS), float32)
+    values = cuda.local.array(_PLANES, float32)
+    lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
+    size = min(gradient.size - first, BLOCK)
+    count = (size + _PLANES - 1) // _PLANES
+    limit = larger(threshold[0], float32(SMALLEST))
+    sampled_plane = cuda.blockIdx.x % _PLANES
+    # Infinity is not sampled.
+    sample = float32(np.inf)
+    for p in range(_PLANES):
+        element = p * count + lane
+        # All loads come before the first store, so that many of them are under way at once.
+        values[p] = float32(0)
+        if lane < count and element < size:
+            scaled = multiply(gradient[first + element], scale)
+            values[p] = add(scaled, residual[first + element])
+            if p == sampled_plane:
+                sample = abs(values[p])
+    is_sampled = sample <= float32(_LARGEST)
+    lanes[0, lane] = sample if is_sampled else float32(0)
+    number = cuda.syncthreads_count(int32(1 if is_sampled else 0))
+    tree_sum(lanes, lane)
+    if lane == 0:
+        sums[2 * cuda.blockIdx.x] = float64(lanes[0, 0])
+        sums[2 * cuda.blockIdx.x + 1] = float64(number)
+        if first == 0:
+            header[0] = limit
+    if lane < count:
+        word = uint32(0)
+        for p in range(_PLANES):
+            element = p * count + lane
+            if element < size:
+                value, sent, code = values[p], float32(0), uint32(0)
+                if value >= limit:
+                    sent, code = limit, uint32(_POSITIVE)
+                if value <= -limit:
+                    sent, code = -limit, uint32(_NEGATIVE)
+                # The residual of an element that is not finite stays as it is.
+                if abs(value) <= float32(_LARGEST):
+                    residual[first + element] = subtract(value, sent)
+                else:
+                    code = uint32(_NOT_FINITE)
+                word = uint32(word | (code << uint32(BITS * p)))
+        words[cuda.blockIdx.x * THREADS + lane] = word
+
+
+def threshold_adapt(sums: Any, threshold: Any, multiple: Any, only_zero: Any) -> None:
+    """Set the threshold to a multiple of the mean of all blocks; one thread block runs it.
+
+    Args:
+        sums: float64[blocks, 2]: sum and number of the magnitudes.
+        threshold: float32[1].
+        multiple: Factor of the mean.
+        only_zero: Keep a threshold that is not zero.
+    """
+    if not only_zero or threshold[0] == float32(0):
+        total, number = sum_of_column(sums, 0), sum_of_column(sums, 1)
+        # The barriers of the sums lie between the other threads' reads of the threshold and this.
+        if cuda.threadIdx.x == 0:
+            mean = total / max(number, float64(1))
+            threshold[0] = float32(multiply_double(mean, multiple))
+
+
+def threshold_decode(out: Any, header: Any, words: Any, scale: Any, keep: Any) -> None:
+    """Kernel with the arguments of `threshold_cpu.decode`, and the payload's header."""
+    values = cuda.local.array(_PLANES, float32)
+    lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
+    size = min(out.size - first, BLOCK)
+    count = (size + _PLANES - 1) // _PLANES
+    if lane < count:
+        limit = multiply(header[0], scale)
+        word = words[cuda.blockIdx.x * THREADS + lane]
+        for p in range(_PLANES):
+            values[p] = float32(0)
+            if keep and p * count + lane < size:
+                values[p] = out[first + p * count + lane]
+        for p in range(_PLANES):
+            element = p * count + lane
+            if element < size:
+                code = (word >> uint32(BITS * p)) & uint32(3)
+                value = limit if code == _POSITIVE else float32(0)
+                if code == _NEGATIVE:
+                    value = subtract(float32(0), limit)
+                if code == _NOT_FINITE:
+                    value = float32(np.nan)
+                out[first + element] = add(values[p], value)
