@@ -21,13 +21,12 @@ from lightning_dlres.kernels.gradients.arithmetic_cuda import (
 )
 from lightning_dlres.kernels.gradients.layout import BLOCK, blocks
 from lightning_dlres.kernels.gradients.sums_cuda import LANES, sum_of_column
-from lightning_dlres.kernels.gradients.threshold import BITS, SMALLEST
+from lightning_dlres.kernels.gradients.threshold import BITS, LARGEST, SMALLEST
 
 _PLANES = 32 // BITS
 # One thread for each word of a block.
 THREADS = BLOCK // _PLANES
 _POSITIVE, _NEGATIVE, _NOT_FINITE = 1, 2, 3
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def start(gradient: Tensor, sums: Tensor, threshold: Tensor, scale: float, multiple: float) -> None:
@@ -128,7 +127,7 @@ def threshold_magnitudes(gradient: Any, sums: Any, threshold: Any, scale: Any) -
             element = part * THREADS + lane
             if element < size:
                 magnitude = abs(multiply(gradient[first + element], scale))
-                if magnitude <= float32(_LARGEST):
+                if magnitude <= float32(LARGEST):
                     total = add(total, magnitude)
         lanes[0, lane] = total
         tree_sum(lanes, lane)
@@ -165,7 +164,7 @@ def threshold_encode(
             values[p] = add(scaled, residual[first + element])
             if p == sampled_plane:
                 sample = abs(values[p])
-    is_sampled = sample <= float32(_LARGEST)
+    is_sampled = sample <= float32(LARGEST)
     lanes[0, lane] = sample if is_sampled else float32(0)
     number = cuda.syncthreads_count(int32(1 if is_sampled else 0))
     tree_sum(lanes, lane)
@@ -185,7 +184,7 @@ def threshold_encode(
                 if value <= -limit:
                     sent, code = -limit, uint32(_NEGATIVE)
                 # The residual of an element that is not finite stays as it is.
-                if abs(value) <= float32(_LARGEST):
+                if abs(value) <= float32(LARGEST):
                     residual[first + element] = subtract(value, sent)
                 else:
                     code = uint32(_NOT_FINITE)
@@ -207,7 +206,8 @@ def threshold_adapt(sums: Any, threshold: Any, multiple: Any, only_zero: Any) ->
         # The barriers of the sums lie between the other threads' reads of the threshold and this.
         if cuda.threadIdx.x == 0:
             mean = total / max(number, float64(1))
-            threshold[0] = float32(multiply_double(mean, multiple))
+            next_threshold = multiply_double(mean, multiple)
+            threshold[0] = float32(min(next_threshold, float64(LARGEST)))
 
 
 def threshold_decode(out: Any, header: Any, words: Any, scale: Any, keep: Any) -> None:
