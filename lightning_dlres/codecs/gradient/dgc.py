@@ -86,18 +86,28 @@ class DGC(sparse.SparseCodec):
             return
         gradient = values * scale
         is_finite = gradient.isfinite().all()
+        if not gradient.is_cuda and not is_finite:
+            sparse.write_not_finite(payload)
+            return
         residual, momentum = state[RESIDUAL], state.get(_MOMENTUM)
         if self.clip is not None and momentum is not None:
             _, _, squares = sums.moments(gradient, gradient.new_zeros(1))
             gradient.mul_((self.clip / squares.sqrt().to(torch.float32)).clamp(max=1.0))
+        # A GPU changes copies, which replace the state if the gradient is finite. A branch would
+        # wait for the GPU.
+        total = residual.clone() if gradient.is_cuda else residual
+        velocity = momentum
         if momentum is not None:
-            gradient = torch.mul(momentum, self.momentum).add_(gradient)
-        total = residual + gradient
+            velocity = momentum.clone() if gradient.is_cuda else momentum
+            gradient = velocity.mul_(self.momentum).add_(gradient)
+        total.add_(gradient)
         indices = sparse.largest(total, sparse.entries(values.numel(), self.ratio))
         sparse.write(payload, total[indices], indices, is_finite)
         total.index_fill_(0, indices, 0)
-        torch.where(is_finite, total, residual, out=residual)
-        if momentum is not None:
+        if velocity is not None:
             # Factor masking: stale momentum must not act again on what was sent.
-            gradient.index_fill_(0, indices, 0)
-            torch.where(is_finite, gradient, momentum, out=momentum)
+            velocity.index_fill_(0, indices, 0)
+        if gradient.is_cuda:
+            torch.where(is_finite, total, residual, out=residual)
+            if momentum is not None and velocity is not None:
+                torch.where(is_finite, velocity, momentum, out=momentum)

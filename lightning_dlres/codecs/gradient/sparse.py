@@ -79,6 +79,13 @@ def write(payload: Tensor, values: Tensor, indices: Tensor, is_finite: Tensor) -
     positions.masked_fill_(~is_finite, _NOT_FINITE)
 
 
+def write_not_finite(payload: Tensor) -> None:
+    """Write the payload of a gradient that is not finite."""
+    sent, positions = _parts(payload)
+    sent.fill_(math.nan)
+    positions.fill_(_NOT_FINITE)
+
+
 def expand(payload: Tensor, out: Tensor, scale: float, accumulate: bool) -> None:
     """Write or add the decoded values; see `GradientCodec.expand`."""
     if not out.numel():
