@@ -148,7 +148,7 @@ def test_a_payload_of_a_finished_step_is_refused() -> None:
             content = [0, [[0, 0, 400], [1, 0, 1256]], zeros(1656)]
             rank.hand_over(content)
             rank.start()
-            wait_until(lambda: rank.errors, "the step has ended")
+            wait_until(lambda: rank.errors, "the step has ended", timeout=120.0)
             if rank.errors == [None]:
                 rank.errors.clear()
         assert "rank 1 sent part 0 of unit 0 in step 0, which this rank does not expect" in str(

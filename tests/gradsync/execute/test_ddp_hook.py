@@ -165,13 +165,16 @@ def test_a_rank_that_is_late_is_named(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"algorithm": "zip"}, r"algorithm must be one of \['none', 'raw', .*'tbq'.*\], got 'zip'"),
+        (
+            {"algorithm": "zip"},
+            r"algorithm must be one of \['auto', 'none', 'raw', .*'tbq'.*\], got",
+        ),
         ({"algorithm": "zvc"}, "algorithm must be one of"),
         ({"algorithm": "raw", "codec_options": {"bits": 2}}, "codec_options must be None"),
         ({"algorithm": "qsgd", "codec_options": {"bits": 3}}, "bits must be 2, 4 or 8"),
         ({"algorithm": "tbq", "topology": "star"}, "topology must be one of"),
         ({"algorithm": "tbq", "coordinator": "never"}, "coordinator must be one of"),
-        ({"algorithm": "tbq", "timeout": 0.0}, "timeout must be a finite number above 0"),
+        ({"algorithm": "tbq", "timeout": 0.0}, "timeout must be a time above 0"),
         ({"algorithm": "tbq", "min_bytes": -1}, "min_bytes must be"),
     ],
 )
