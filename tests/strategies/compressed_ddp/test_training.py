@@ -290,6 +290,16 @@ def test_steps_that_overflow_leave_no_residual(pool: RankPool) -> None:
     assert sum(high[0]["losses"][-12:]) < sum(high[0]["losses"][:12])
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_defaults_train_near_ddp(pool: RankPool, optimizer: str) -> None:
+    model = {"optimizer": optimizer}
+    plain = pool.run(fit, 2, None, model=model)
+    options = {"algorithm": "auto", "topology": "auto", "coordinator": "auto"}
+    ours = pool.run(fit, 2, options, model=model)
+    assert equal(ours[0]["weights"], ours[1]["weights"])
+    assert distance(plain[0]["weights"], ours[0]["weights"]) < 0.1
+
+
 def test_few_bits_with_adam_give_a_warning(pool: RankPool) -> None:
     messages = pool.run(warnings_with_adam, 2)
     assert all("algorithm='tbq' may diverge with AdamW" in message for message in messages)

@@ -1,0 +1,77 @@
+"""Hooks that choose algorithm, topology and coordinator by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.plan.decision import SyncDecision
+from tests.support.rank_pool import RankContext, RankPool
+
+STEPS = 3
+
+
+def train(
+    context: RankContext, options: dict[str, Any] | None, optimizer_name: str = "SGD"
+) -> tuple[list[torch.Tensor], SyncDecision | None]:
+    """Return the weights, and the decision of the cost model; `options` is None for plain DDP."""
+    context.init_process_group()
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(40, 200), nn.Tanh(), nn.Linear(200, 1))
+    optimizer = getattr(torch.optim, optimizer_name)(model.parameters(), lr=0.01)
+    wrapped = DistributedDataParallel(model)
+    state = None
+    if options is not None:
+        state = GradientSyncState(optimizers=[optimizer], **options)
+        state.name_parameters(model.named_parameters())
+        wrapped.register_comm_hook(state, compressed_hook)
+    for step in range(STEPS):
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + context.rank))
+        optimizer.zero_grad()
+        wrapped(x).square().mean().backward()
+        optimizer.step()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    if state is None:
+        return weights, None
+    state.close()
+    return weights, state.decision
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_all_ranks_take_one_decision(pool: RankPool, optimizer: str) -> None:
+    plain = pool.run(train, 3, None, optimizer)
+    ranks = pool.run(train, 3, {}, optimizer)
+    weights, decision = ranks[0]
+    assert decision is not None
+    for others, other_decision in ranks[1:]:
+        assert other_decision == decision
+        assert all(map(torch.equal, weights, others))
+    names = {contender.algorithm for contender in decision.contenders}
+    assert {"none", "raw", "int8", "fp16"} <= names
+    assert ("tbq" in names) == (optimizer == "SGD")
+    assert "chosen" in decision.table()
+    for ours, theirs in zip(weights, plain[0][0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("coordinator", ["auto", "replay"])
+def test_a_named_algorithm_is_not_turned_off(pool: RankPool, coordinator: str) -> None:
+    options = {"algorithm": "int8", "coordinator": coordinator, "min_bytes": 0}
+    ranks = pool.run(train, 3, options)
+    decision = ranks[0][1]
+    assert decision is not None
+    assert decision.plan is not None
+    assert decision.algorithm == "int8"
+    assert all(map(torch.equal, ranks[0][0], ranks[2][0]))
+
+
+def test_two_ranks_need_no_coordinator(pool: RankPool) -> None:
+    ranks = pool.run(train, 2, {"algorithm": "fp16", "topology": "ring", "min_bytes": 0})
+    assert ranks[0][1] is None
+    assert all(map(torch.equal, ranks[0][0], ranks[1][0]))
