@@ -102,6 +102,17 @@ class _TaskCounts:
     peers: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Loads:
+    """Loads of the busiest rank or link: seconds of compute tasks, of transfers, and of the longer
+    of a rank's process and a link; and bytes that pass a link."""
+
+    compute: float
+    transfer: float
+    busiest: float
+    link_bytes: float
+
+
 class StepPredictor:
     """Predictor of steps with measured costs.
 
@@ -200,26 +211,23 @@ class StepPredictor:
                 step_seconds=step,
                 link_bytes=0.0,
             )
-        compute, transfer, link_bytes = self._loads(topology_name, owners, table)
-        busiest = max(compute, transfer)
+        loads = self._loads(topology_name, owners, table)
+        busiest = loads.busiest
         # A queue or link waits for the first tasks of some unit, and others do its last tasks.
         idle = max(
             self._idle_seconds(topology_name, owners, table, unit)
             for unit in {int(table.nbytes.argmax()), int(table.encode.argmax())}
         )
         return StepPrediction(
-            compute_seconds=compute,
-            transfer_seconds=transfer,
+            compute_seconds=loads.compute,
+            transfer_seconds=loads.transfer,
             sync_seconds=busiest + idle,
             step_seconds=self._overlapped(busiest + idle, int(counts.sum()) * self._element_bytes),
-            link_bytes=link_bytes,
+            link_bytes=loads.link_bytes,
         )
 
-    def _loads(
-        self, topology_name: str, owners: Integers, table: UnitTable
-    ) -> tuple[float, float, float]:
-        """Return the compute seconds of the busiest rank, and the seconds and bytes of the busiest
-        direction of a link."""
+    def _loads(self, topology_name: str, owners: Integers, table: UnitTable) -> _Loads:
+        """Return the loads of the busiest rank and of the busiest direction of a link."""
         tasks, links = _task_counts(topology_name, self.world_size), self.costs.links
 
         def by_owner(values: Floats | None = None) -> Floats:
@@ -240,7 +248,15 @@ class StepPredictor:
             speeds = speeds * links.crowded_part
             message_seconds /= tasks.peers
         transfer = link_bytes / speeds + messages * message_seconds
-        return float(compute.max()), float(transfer.max()), float(link_bytes.max())
+        # One process handles the messages of a rank, whatever their destination. In the measured
+        # time of a message, a rank sends one and receives one.
+        process = compute + messages.max(axis=0) * links.message_seconds
+        return _Loads(
+            compute=float(compute.max()),
+            transfer=float(transfer.max()),
+            busiest=float(max(process.max(), transfer.max())),
+            link_bytes=float(link_bytes.max()),
+        )
 
     def _idle_seconds(
         self, topology_name: str, owners: Integers, table: UnitTable, unit: int
@@ -262,7 +278,7 @@ class StepPredictor:
         if key not in self._idle:
             alone = lone_unit_seconds(topology(topology_name), key[1], seconds, self.costs.links)
             loads = self._loads(topology_name, owners[unit : unit + 1], table.row(unit))
-            self._idle[key] = max(alone - max(loads[:2]), 0.0)
+            self._idle[key] = max(alone - loads.busiest, 0.0)
         return self._idle[key]
 
     def _overlapped(self, sync_seconds: float, nbytes: int) -> float:

@@ -33,6 +33,7 @@ _MOST_DISTANCES = 8
 _MOST_TIMES = 3
 # Messages of each rank to each other one while all send at once, and the least bytes of one.
 _CROWDED_MESSAGES, _LEAST_CROWDED = 8, 4 << 10
+_CROWDED_ROUNDS = 3
 
 
 def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
@@ -60,7 +61,7 @@ def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
         message_seconds=message_seconds,
         bandwidths=bandwidths,
         latency_seconds=max(latency - message_seconds, 0.0),
-        crowded_part=_crowded_part(messages, min(bandwidths), seconds),
+        crowded_part=_crowded_part(messages, min(bandwidths), message_seconds, seconds),
     )
 
 
@@ -117,28 +118,36 @@ def _bandwidths(messages: ProbeMessages, latency: float, budget: float) -> tuple
     return tuple(bandwidths)
 
 
-def _crowded_part(messages: ProbeMessages, bandwidth: float, budget: float) -> float:
-    """Return the part of the slowest link's bandwidth that all ranks together can use at once.
+def _crowded_part(
+    messages: ProbeMessages, bandwidth: float, message_seconds: float, budget: float
+) -> float:
+    """Return the part of the slowest link's bandwidth that is left when all ranks send to all.
 
     Each rank sends several messages to each other one. Without collisions, they would take half of
-    the budget.
+    the budget in all rounds together.
     """
     others = [rank for rank in range(messages.ranks) if rank != messages.rank]
     number = _CROWDED_MESSAGES * len(others)
     if len(others) < 2:
         return 1.0
-    nbytes = min(max(int(bandwidth * budget / 2 / number), _LEAST_CROWDED), _FIRST_BYTES)
+    per_message = budget / 2 / _CROWDED_ROUNDS / number
+    nbytes = min(max(int(bandwidth * per_message), _LEAST_CROWDED), _FIRST_BYTES)
     payload = torch.zeros(nbytes, dtype=torch.uint8)
-    messages.gather([])
-    start = time.perf_counter()
-    for _ in range(_CROWDED_MESSAGES):
-        for other in others:
-            messages.send(other, payload)
-    for other in others:
+    rounds = []
+    for _ in range(_CROWDED_ROUNDS):
+        messages.gather([])
+        start = time.perf_counter()
         for _ in range(_CROWDED_MESSAGES):
-            messages.receive(other)
-    seconds = messages.slowest([time.perf_counter() - start])[0]
-    return min(number * nbytes / bandwidth / seconds, 1.0)
+            for other in others:
+                messages.send(other, payload)
+        for other in others:
+            for _ in range(_CROWDED_MESSAGES):
+                messages.receive(other)
+        rounds += messages.slowest([time.perf_counter() - start])
+    alone = number * nbytes / bandwidth
+    # Messages to different ranks fill each other's gaps.
+    fixed = _CROWDED_MESSAGES * message_seconds
+    return alone / max(min(rounds) - fixed, alone)
 
 
 def _exchange(messages: ProbeMessages, distance: int, nbytes: int, latency: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import torch
@@ -17,8 +16,8 @@ from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 _SMALL_BYTES, _FIRST_BYTES = 4 << 10, 256 << 10
 # Seconds of an all-reduce from which its time says enough about its speed.
 _ENOUGH_SECONDS = 0.05
-# Times of each size, if there is time.
-_TIMES = 5
+# Times of each size: no fewer, and no more, even if there is time left.
+_LEAST_TIMES, _MOST_TIMES = 2, 6
 
 
 def measure_all_reduce(
@@ -30,7 +29,7 @@ def measure_all_reduce(
         messages: Messages to the other ranks.
         device: Device of the gradients.
         most_bytes: Bytes of all gradients; there is no larger all-reduce.
-        seconds: Time for each size. At least one all-reduce of each size is done.
+        seconds: Time for each size. At least two all-reduces of each size are done.
 
     Raises:
         PeerError: If a rank is late or lost.
@@ -45,13 +44,15 @@ def measure_all_reduce(
 
 
 def _seconds(messages: ProbeMessages, device: torch.device, nbytes: int, budget: float) -> float:
-    """Return the median seconds of the slowest rank."""
+    """Return the shortest time of the slowest rank.
+
+    A step that other processes have slowed down must not make our own synchronisation look faster.
+    """
     buffer = torch.zeros(nbytes // 4, device=device)
-    first = _once(messages, buffer)
-    times = min(_TIMES, int(budget / max(first, 1e-9)))
-    if not times:
-        return first
-    return statistics.median(_once(messages, buffer) for _ in range(times))
+    seconds: list[float] = []
+    while len(seconds) < _LEAST_TIMES or (len(seconds) < _MOST_TIMES and sum(seconds) < budget):
+        seconds.append(_once(messages, buffer))
+    return min(seconds)
 
 
 def _once(messages: ProbeMessages, buffer: torch.Tensor) -> float:
