@@ -33,7 +33,8 @@ _MOST_DISTANCES = 8
 _MOST_TIMES = 3
 # Messages of each rank to each other one while all send at once, and the least bytes of one.
 _CROWDED_MESSAGES, _LEAST_CROWDED = 8, 4 << 10
-_CROWDED_ROUNDS = 3
+# Rounds of these messages. Packets get lost only after a while, so rounds must not be short.
+_CROWDED_ROUNDS = 2
 
 
 def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
@@ -123,14 +124,14 @@ def _crowded_part(
 ) -> float:
     """Return the part of the slowest link's bandwidth that is left when all ranks send to all.
 
-    Each rank sends several messages to each other one. Without collisions, they would take half of
+    Each rank sends several messages to each other one. Without collisions, they would take at most
     the budget in all rounds together.
     """
     others = [rank for rank in range(messages.ranks) if rank != messages.rank]
     number = _CROWDED_MESSAGES * len(others)
     if len(others) < 2:
         return 1.0
-    per_message = budget / 2 / _CROWDED_ROUNDS / number
+    per_message = budget / _CROWDED_ROUNDS / number
     nbytes = min(max(int(bandwidth * per_message), _LEAST_CROWDED), _FIRST_BYTES)
     payload = torch.zeros(nbytes, dtype=torch.uint8)
     rounds = []
