@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import queue
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
+from typing import TypeAlias
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from lightning_dlres.core.comm import channel_ends
 from lightning_dlres.core.comm.abandoned_threads import abandon
-from lightning_dlres.core.errors import PeerError, PeerLostError, PeerTimeoutError, ProtocolError
+from lightning_dlres.core.comm.channel_ends import ChannelLink, ChannelReceiver, ChannelSender
+from lightning_dlres.core.errors import PeerLostError, PeerTimeoutError, ProtocolError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire import payload
 from lightning_dlres.core.wire.tree import Tree
@@ -35,9 +34,9 @@ LONGER_THAN_ANY_RUN = timedelta(days=365)
 
 # Identifies a message on its channel. The key of a micro-batch is (micro-batch, number of the
 # pass).
-Key = tuple[str | int, ...]
+Key: TypeAlias = channel_ends.Key
 # A received message, or the error that ended the connection.
-Item = tuple[Key, Tree] | BaseException
+Item: TypeAlias = channel_ends.Item
 
 # Pause between two calls of `check` while waiting.
 _POLL_SECONDS = 0.05
@@ -47,9 +46,6 @@ _FAILED_CLOSE_SECONDS = 0.5
 _EXPLAIN_SECONDS = 5.0
 # Seconds to wait, after a connection broke, for `check` to raise the reason.
 _REASON_SECONDS = 1.0
-# Most bytes that an outbox keeps in memory of messages whose sends may be unfinished. Small beside
-# a stage's activations.
-_UNFINISHED_BYTES = 256 << 10
 
 
 class Channel(IntEnum):
@@ -70,11 +66,16 @@ class Channel(IntEnum):
     SYNC_PROBE = 23
 
 
-# Channels whose frames keep their first size. Their messages have different sizes, and frames of
-# the largest size would be filled with zeros that take time on a slow link.
-_FIXED_FRAMES = frozenset(
-    (Channel.GRADIENT_SYNC, Channel.SYNC_REPORT, Channel.SYNC_PLAN, Channel.SYNC_PROBE)
-)
+# Bytes of the receiver's frames on channels whose messages differ in size. The sender's frames
+# are as short as their message: frames of one size would be filled with zeros that take time on a
+# slow link. (Gloo writes a short transfer to the start of a longer buffer.)
+_SHORT_FRAMES = {
+    Channel.GRADIENT_SYNC: 512 << 10,
+    Channel.SYNC_REPORT: payload.FIRST_FRAME_BYTES,
+    Channel.SYNC_PLAN: payload.FIRST_FRAME_BYTES,
+    # As for gradients, whose transfers it measures.
+    Channel.SYNC_PROBE: 512 << 10,
+}
 
 
 class Mailbox:
@@ -108,8 +109,8 @@ class Mailbox:
         self._group = group
         self._tracer = tracer
         self._explanation = ""
-        self._outboxes: dict[tuple[int, Channel], _Outbox] = {}
-        self._inboxes: dict[tuple[int, Channel], _Inbox] = {}
+        self._outboxes: dict[tuple[int, Channel], ChannelSender] = {}
+        self._inboxes: dict[tuple[int, Channel], ChannelReceiver] = {}
 
     def send(self, destination: int, channel: Channel, key: Key, tree: Tree) -> None:
         """Send a tree, without waiting; its tensors must not be written to afterwards.
@@ -120,14 +121,23 @@ class Mailbox:
         """
         self._outbox(destination, channel).put(key, *payload.encode(tree, key))
 
-    def _outbox(self, destination: int, channel: Channel) -> _Outbox:
+    def _outbox(self, destination: int, channel: Channel) -> ChannelSender:
         outbox = self._outboxes.get((destination, channel))
         if outbox is None:
-            outbox = _Outbox(
-                self._group, destination, channel, self.names[destination], self._tracer
-            )
+            outbox = ChannelSender(self._link(destination, channel))
             self._outboxes[destination, channel] = outbox
         return outbox
+
+    def _link(self, rank: int, channel: Channel) -> ChannelLink:
+        return ChannelLink(
+            group=self._group,
+            rank=rank,
+            name=self.names[rank],
+            channel=channel.name,
+            tag=int(channel),
+            short_frame=_SHORT_FRAMES.get(channel, 0),
+            tracer=self._tracer,
+        )
 
     def receive(self, source: int, channel: Channel, key: Key, what: str) -> Tree:
         """Return the next tree on the channel.
@@ -145,9 +155,7 @@ class Mailbox:
         """
         inbox = self._inboxes.get((source, channel))
         if inbox is None:
-            inbox = self._inboxes[source, channel] = _Inbox(
-                self._group, source, channel, self.names[source], self._tracer
-            )
+            inbox = self._inboxes[source, channel] = ChannelReceiver(self._link(source, channel))
         own_name, peer = self.names[self.rank], self.names[source]
         start = time.monotonic()
         explain_at, deadline = start + _EXPLAIN_SECONDS, start + self.timeout
@@ -194,9 +202,7 @@ class Mailbox:
             handle: Called from the inbox's thread with each (key, tree), in order, and with the
                 error that ends the connection, if any. It must not raise.
         """
-        self._inboxes[source, channel] = _Inbox(
-            self._group, source, channel, self.names[source], self._tracer, handle
-        )
+        self._inboxes[source, channel] = ChannelReceiver(self._link(source, channel), handle)
 
     def connect(self, destination: int, channel: Channel) -> None:
         """Prepare to send on a channel that the destination has subscribed to.
@@ -262,177 +268,3 @@ class Mailbox:
         while time.monotonic() < deadline:
             self.check()
             time.sleep(_POLL_SECONDS)
-
-
-@dataclass(frozen=True)
-class _Message:
-    key: Key
-    header: bytes
-    large: list[Tensor]
-
-
-class _Outbox:
-    """The messages to one rank on one channel, sent in order.
-
-    Small messages are sent by the calling thread: gloo's `send` does not block, and waking a thread
-    takes longer than sending. All others are sent by a thread of the outbox.
-
-    Torch cannot tell if a send is complete; it can only wait for it. So the tensors that the
-    calling thread has sent are kept in memory, up to `_UNFINISHED_BYTES`. The next message then
-    goes to the thread, which waits for all sends.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        destination: int,
-        channel: Channel,
-        peer: str,
-        tracer: Tracer,
-    ) -> None:
-        self._group, self._destination, self._channel = group, destination, channel
-        self._peer, self._tracer = peer, tracer
-        self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
-        # The lock guards `_queued`, the number of messages handed to the thread. While it is not
-        # zero, only the thread uses `_frame_bytes` and `_unfinished*`; else only the caller does.
-        self._lock = threading.Lock()
-        self._queued = 0
-        self._frame_bytes = payload.FIRST_FRAME_BYTES
-        self._unfinished: list[tuple[dist.Work, Tensor]] = []
-        self._unfinished_bytes = 0
-        self._failure: BaseException | None = None
-        self.thread = threading.Thread(
-            target=self._run, name=f"send-{channel.name}-{destination}", daemon=True
-        )
-        self.thread.start()
-
-    def put(self, key: Key, header: bytes, large: list[Tensor]) -> None:
-        """Send a message, or queue it behind earlier ones."""
-        if self._failure is not None:
-            raise PeerLostError(
-                f"{self._peer} cannot be reached: {self._failure}"
-            ) from self._failure
-        message = _Message(key, header, large)
-        with self._lock:
-            if not self._queued and self._can_send_now(message):
-                # The next `put` raises a failure, as it does for sends of the thread.
-                with self._recording_failure(), self._traced(message):
-                    self._write(message.header, message.large)
-                return
-            self._queued += 1
-        self._queue.put(message)
-
-    def finish(self) -> None:
-        """Send a goodbye after all messages, and end the thread."""
-        self._queue.put(None)
-
-    def _can_send_now(self, message: _Message) -> bool:
-        has_room = self._unfinished_bytes + self._frame_bytes <= _UNFINISHED_BYTES
-        return has_room and payload.fits_frame(message.header, message.large, self._frame_bytes)
-
-    def _run(self) -> None:
-        with self._recording_failure():
-            while (message := self._queue.get()) is not None:
-                self._wait_sent()
-                with self._traced(message):
-                    self._write(message.header, message.large)
-                    self._wait_sent()
-                # Free the message. Otherwise it stays in memory until the next one comes.
-                del message
-                with self._lock:
-                    self._queued -= 1
-            self._wait_sent()
-            self._write(b"", [])
-            self._wait_sent()
-
-    @contextmanager
-    def _recording_failure(self) -> Iterator[None]:
-        """Context manager that saves an error, which the next `put` raises."""
-        try:
-            yield
-        except (RuntimeError, ValueError, PeerError) as error:
-            self._failure = error
-
-    def _traced(self, message: _Message) -> AbstractContextManager[None]:
-        name, key = f"send {self._channel.name.lower()}", str(message.key)
-        return self._tracer.span(name, "transfer", key=key, peer=self._destination)
-
-    def _write(self, header: bytes, large: list[Tensor]) -> None:
-        """Start the transfers of a message."""
-        transfers, next_frame_bytes = payload.pack(header, large, self._frame_bytes)
-        if self._channel not in _FIXED_FRAMES:
-            self._frame_bytes = next_frame_bytes
-        for transfer in transfers:
-            work = self._group.send([transfer], self._destination, int(self._channel))
-            self._unfinished.append((work, transfer))
-            self._unfinished_bytes += transfer.numel()
-
-    def _wait_sent(self) -> None:
-        """Wait until all transfers have left."""
-        for work, _ in self._unfinished:
-            work.wait()
-        self._unfinished.clear()
-        self._unfinished_bytes = 0
-
-
-class _Inbox:
-    """The messages from one rank on one channel, received in order by a thread.
-
-    The thread ends when the peer says goodbye or the connection breaks.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        source: int,
-        channel: Channel,
-        peer: str,
-        tracer: Tracer,
-        handle: Callable[[Item], None] | None = None,
-    ) -> None:
-        self._group, self._source, self._channel = group, source, channel
-        self._peer, self._tracer = peer, tracer
-        self._frame_bytes = payload.FIRST_FRAME_BYTES
-        self.items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self._handle = handle or self.items.put
-        self.thread = threading.Thread(
-            target=self._run, name=f"receive-{channel.name}-{source}", daemon=True
-        )
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            while (message := self._receive()) is not None:
-                self._handle(message)
-                # Free the message. Otherwise it stays in memory until the next one comes, even if
-                # `receive` has returned it and its reader is done.
-                del message
-        except Exception as error:
-            # Any error: `receive` must raise it, and not wait for a thread that has ended.
-            self._handle(error)
-
-    def _receive(self) -> tuple[Key, Tree] | None:
-        """Return the next message; None for a goodbye."""
-        packed = self._read(torch.empty(self._frame_bytes, dtype=torch.uint8))
-        packed_bytes, header_bytes = payload.read_prefix(packed)
-        if not header_bytes:
-            return None
-        with self._tracer.span(
-            f"receive {self._channel.name.lower()}", "transfer", peer=self._source
-        ):
-            if packed_bytes > len(packed):
-                first, packed = packed, torch.empty(packed_bytes, dtype=torch.uint8)
-                packed[: len(first)] = first
-                self._read(packed[len(first) :])
-            if self._channel not in _FIXED_FRAMES:
-                self._frame_bytes = payload.next_frame_bytes(packed_bytes)
-            header = payload.decode_frame_header(packed, header_bytes, self._peer)
-            large = payload.unpack_tensors(packed, packed_bytes, header_bytes, header) or [
-                self._read(torch.empty(length, dtype=torch.uint8))
-                for length in payload.large_sizes(header)
-            ]
-            return header.key, payload.decode(header, large)
-
-    def _read(self, buffer: Tensor) -> Tensor:
-        self._group.recv([buffer], self._source, int(self._channel)).wait()
-        return buffer

@@ -158,7 +158,8 @@ def _tensors(header: PayloadHeader, large: list[Tensor]) -> list[Tensor]:
         else:
             data = torch.empty(0, dtype=torch.uint8)
         dtype: torch.dtype = getattr(torch, entry.dtype)
-        tensor = data.view(dtype).view(entry.shape)
+        is_flat = dtype is torch.uint8 and len(entry.shape) == 1
+        tensor = data if is_flat else data.view(dtype).view(entry.shape)
         tensors.append(tensor.requires_grad_() if entry.requires_grad else tensor)
     return tensors
 
@@ -203,6 +204,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
         raise ProtocolError(f"A {kind} cannot be sent; send it dense.")
     if tensor.device.type == "meta":
         raise ProtocolError("A tensor on the meta device cannot be sent: it has no contents.")
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
+        # Every torch operation releases the interpreter's lock, and then waits for other threads.
+        return tensor
     data = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not data.numel():
         return torch.empty(0, dtype=torch.uint8)
@@ -210,13 +214,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return data.as_strided((data.numel(),), (1,)).view(torch.uint8)
 
 
-def pack(header: bytes, large: Sequence[Tensor], frame_bytes: int) -> tuple[list[Tensor], int]:
+def pack(
+    header: bytes, large: Sequence[Tensor], frame_bytes: int, *, is_padded: bool = True
+) -> tuple[list[Tensor], int]:
     """Return the transfers of a message, and the size of the channel's frame after it.
 
     Args:
         header: Header of the payload; empty for a goodbye.
         large: Large tensors of the payload, flat uint8.
         frame_bytes: Size of the channel's next frame, in bytes.
+        is_padded: Pad a smaller message to `frame_bytes`.
 
     Returns:
         The transfers in order (flat uint8 tensors on the CPU), and the size in bytes of the frame
@@ -224,7 +231,7 @@ def pack(header: bytes, large: Sequence[Tensor], frame_bytes: int) -> tuple[list
     """
     offsets, end = _offsets(len(header), [tensor.numel() for tensor in large])
     # NumPy's slices take a fraction of the time of torch's.
-    packed = np.zeros(max(end, frame_bytes), np.uint8)
+    packed = np.zeros(max(end, frame_bytes) if is_padded else end, np.uint8)
     start = _PREFIX.pack(end, len(header)) + header
     packed[: len(start)] = np.frombuffer(start, np.uint8)
     # Without offsets the tensors are not packed, but follow as transfers of their own.

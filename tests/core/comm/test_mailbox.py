@@ -61,6 +61,7 @@ def trees(seed: int) -> list[Any]:
     return [
         None,
         large,
+        large[:150_000],
         torch.randn(3, generator=g),
         {"x": [large[::2], torch.zeros(0)], "n": 2**80, "name": "ü"},
         [torch.arange(5000), (torch.rand(2000, generator=g) > 0.5), torch.tensor(2.5)],
@@ -82,11 +83,12 @@ def equal(a: Any, b: Any) -> bool:
 def exchange_trees(context: RankContext) -> list[str]:
     peer = 1 - context.rank
     with mailbox_of(context) as mailbox:
-        for channel in (Channel.ACTIVATION, Channel.GRADIENT):
+        # The frames of the last one are as short as their messages.
+        for channel in (Channel.ACTIVATION, Channel.GRADIENT, Channel.GRADIENT_SYNC):
             for number, tree in enumerate(trees(10 * context.rank + channel)):
                 mailbox.send(peer, channel, ("tree", number), tree)
         # The order of sending is another one: channels do not wait for each other.
-        for channel in (Channel.GRADIENT, Channel.ACTIVATION):
+        for channel in (Channel.GRADIENT, Channel.GRADIENT_SYNC, Channel.ACTIVATION):
             for number, tree in enumerate(trees(10 * peer + channel)):
                 received = mailbox.receive(peer, channel, ("tree", number), "a tree")
                 assert equal(received, tree), number

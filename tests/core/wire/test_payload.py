@@ -254,3 +254,15 @@ def test_a_column_of_a_single_row_arrives(dtype: torch.dtype) -> None:
 def test_requires_grad_of_integers_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError):
         decode(decode_header(header(wanted=True), "stage 1"), [])
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(5000, [8192]), (9000, [8192, 900])])
+def test_a_frame_is_padded_unless_it_may_be_short(size: int, sizes: list[int]) -> None:
+    header, large = payload.encode(torch.zeros(size, dtype=torch.uint8), ())
+    padded, _ = payload.pack(header, large, 8192)
+    short, _ = payload.pack(header, large, 8192, is_padded=False)
+    assert [len(transfer) for transfer in padded][:1] == sizes[:1]
+    assert len(padded) == len(short) == len(sizes)
+    # The message has a prefix, a header and an alignment of less than 200 bytes together.
+    assert size < sum(map(len, short)) < size + 200
+    assert torch.equal(torch.cat(padded)[: sum(map(len, short))], torch.cat(short))
