@@ -6,6 +6,8 @@ resizing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -16,13 +18,13 @@ from lightning_dlres.core.errors import ConfigError
 class _Memory:
     """Object with NumPy's array interface over a tensor's memory."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, kind: str, count: int) -> None:
         # The array holds this object, and so keeps the tensor alive.
         self._tensor = tensor
         self.__array_interface__ = {
             "version": 3,
-            "typestr": "|u1",
-            "shape": (tensor.numel(),),
+            "typestr": kind,
+            "shape": (count,),
             "data": (tensor.data_ptr(), False),
         }
 
@@ -33,10 +35,38 @@ def array_of(tensor: Tensor) -> NDArray[np.uint8]:
     Raises:
         ConfigError: If the tensor is not contiguous or not on the CPU, or is fake.
     """
-    if not tensor.numel():
-        return np.empty(0, np.uint8)
+    return _array(tensor, "|u1", 1)
+
+
+def byte_array(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return the memory of a contiguous tensor on the CPU as an array of bytes.
+
+    Raises:
+        ConfigError: If the tensor is not contiguous or not on the CPU, or is fake.
+    """
+    return _array(tensor, "|u1", tensor.element_size())
+
+
+def typed_array(tensor: Tensor, kind: str) -> NDArray[Any]:
+    """Return the elements of a contiguous tensor on the CPU as a flat array.
+
+    Args:
+        tensor: The tensor.
+        kind: NumPy's name of the tensor's dtype, such as "<f4".
+
+    Raises:
+        ConfigError: If the tensor is not contiguous or not on the CPU, or is fake.
+    """
+    return _array(tensor, kind, 1)
+
+
+def _array(tensor: Tensor, kind: str, items_per_element: int) -> NDArray[Any]:
+    # Operations such as `view` would release the interpreter's lock, which other threads then take.
+    count = tensor.numel()
+    if not count:
+        return np.empty(0, kind)
     require_memory(tensor)
-    return np.asarray(_Memory(tensor))
+    return np.asarray(_Memory(tensor, kind, count * items_per_element))
 
 
 def require_memory(tensor: Tensor) -> None:

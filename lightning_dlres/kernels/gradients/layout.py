@@ -15,11 +15,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dlres.core.arrays import array_of
+from lightning_dlres.core.arrays import array_of, typed_array
 from lightning_dlres.kernels import workers
 
 Array = NDArray[Any]
@@ -68,6 +67,9 @@ def run(
         options: Further arguments.
     """
     pieces = min(workers.count(), max(count // _PIECE, 1))
+    if pieces == 1:
+        kernel(*elements, *per_block, *(() if codes is None else (codes,)), *options)
+        return
     bounds = [min(blocks(count) * i // pieces * BLOCK, count) for i in range(pieces + 1)]
     tasks = []
     for first, stop in pairwise(bounds):
@@ -86,11 +88,9 @@ def word_array(memory: Tensor) -> NDArray[np.uint32]:
 
 def float_array(tensor: Tensor) -> NDArray[np.float32]:
     """Return contiguous float32[n] on the CPU as an array."""
-    array: Any = array_of(tensor.view(torch.uint8) if tensor.numel() else tensor)
-    return array.view(np.float32)  # type: ignore[no-any-return]
+    return typed_array(tensor, "<f4")
 
 
 def double_array(tensor: Tensor) -> NDArray[np.float64]:
     """Return contiguous float64 on the CPU as an array of the same shape."""
-    array: Any = array_of(tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor)
-    return array.view(np.float64).reshape(tensor.shape)  # type: ignore[no-any-return]
+    return typed_array(tensor, "<f8").reshape(tensor.shape)

@@ -6,10 +6,18 @@ block that is not finite are NaN. Signs are packed as in `layout`: 1 for values 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dlres.kernels.gradients.layout import blocks, float_array, run, word_array, words
+from lightning_dlres.kernels.gradients.layout import (
+    Array,
+    blocks,
+    float_array,
+    run,
+    word_array,
+    words,
+)
 
 BITS = 1
 _MEANS_BYTES = 8
@@ -30,21 +38,22 @@ def encode(gradient: Tensor, residual: Tensor, payload: Tensor, scale: float) ->
         scale: Power of two by which the gradient is multiplied.
     """
     count = gradient.numel()
-    means, codes = _parts(payload, count)
     if gradient.is_cuda:
         from lightning_dlres.kernels.gradients import sign_cuda
 
+        means, codes = _parts(payload, count)
         sign_cuda.encode(gradient, residual, means, codes, scale)
         return
     from lightning_dlres.kernels.gradients import sign_cpu
 
+    block_means, words_of_codes = _arrays(payload, count)
     run(
         sign_cpu.encode,
         count,
         BITS,
         elements=[float_array(gradient), float_array(residual)],
-        per_block=[float_array(means).reshape(-1, 2)],
-        codes=word_array(codes),
+        per_block=[block_means],
+        codes=words_of_codes,
         options=[scale],
     )
 
@@ -52,25 +61,37 @@ def encode(gradient: Tensor, residual: Tensor, payload: Tensor, scale: float) ->
 def decode(payload: Tensor, out: Tensor, scale: float, accumulate: bool) -> None:
     """Write or add the decoded values; see `threshold.decode`."""
     count = out.numel()
-    means, codes = _parts(payload, count)
     if out.is_cuda:
         from lightning_dlres.kernels.gradients import sign_cuda
 
+        means, codes = _parts(payload, count)
         sign_cuda.decode(out, means, codes, scale, accumulate)
         return
     from lightning_dlres.kernels.gradients import sign_cpu
 
+    block_means, words_of_codes = _arrays(payload, count)
     run(
         sign_cpu.decode,
         count,
         BITS,
         elements=[float_array(out)],
-        per_block=[float_array(means).reshape(-1, 2)],
-        codes=word_array(codes),
+        per_block=[block_means],
+        codes=words_of_codes,
         options=[scale, accumulate],
     )
 
 
+def _arrays(payload: Tensor, count: int) -> tuple[Array, Array]:
+    """Return the means and the codes of a payload on the CPU.
+
+    They are no views of tensors: every torch operation releases the interpreter's lock, and then
+    waits for the threads that compute and transfer other gradients.
+    """
+    memory, means = word_array(payload), _MEANS_BYTES // 4 * blocks(count)
+    return memory[:means].view(np.float32).reshape(-1, 2), memory[means:]
+
+
 def _parts(payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the means and the codes of a payload on a GPU."""
     size = _MEANS_BYTES * blocks(count)
     return payload[:size].view(torch.float32), payload[size:]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.kernels.gradients.layout import (
+    Array,
     blocks,
-    double_array,
     float_array,
     run,
     word_array,
@@ -19,7 +19,7 @@ from lightning_dlres.kernels.gradients.layout import (
 )
 
 BITS = 2
-_HEADER_BYTES = 4
+_HEADER_BYTES, _HEADER_WORDS = 4, 1
 # Smallest threshold: zero would send every element.
 SMALLEST = float(np.finfo(np.float32).tiny)
 # Largest threshold: an infinite one would be no state to save, and would send nothing.
@@ -52,9 +52,9 @@ def encode(
             the multiple of the gradient's mean magnitude. None keeps the threshold.
     """
     count, device = gradient.numel(), gradient.device
-    sums = torch.empty(blocks(count), 2, dtype=torch.float64, device=device)
-    header, codes = payload[:_HEADER_BYTES].view(torch.float32), payload[_HEADER_BYTES:]
     if gradient.is_cuda:
+        sums = torch.empty(blocks(count), 2, dtype=torch.float64, device=device)
+        header, codes = _parts(payload)
         from lightning_dlres.kernels.gradients import threshold_cuda
 
         if multiple is not None:
@@ -65,8 +65,11 @@ def encode(
         return
     from lightning_dlres.kernels.gradients import threshold_cpu
 
-    values, per_block = float_array(gradient), double_array(sums)
-    if multiple is not None and not threshold:
+    # Arrays, because every torch operation releases the interpreter's lock, and then waits for the
+    # threads that compute and transfer other gradients.
+    values, current, memory = float_array(gradient), float_array(threshold), word_array(payload)
+    per_block = np.empty((blocks(count), 2))
+    if multiple is not None and not current[0]:
         run(
             threshold_cpu.magnitudes,
             count,
@@ -75,19 +78,20 @@ def encode(
             per_block=[per_block],
             options=[scale],
         )
-        _adapt(sums, threshold, multiple)
-    torch.clamp(threshold, min=SMALLEST, out=header)
+        _adapt(per_block, current, multiple)
+    sent = memory[:_HEADER_WORDS].view(np.float32)
+    np.maximum(current, SMALLEST, out=sent)
     run(
         threshold_cpu.encode,
         count,
         BITS,
         elements=[values, float_array(residual)],
         per_block=[np.arange(blocks(count)), per_block],
-        codes=word_array(codes),
-        options=[scale, float(header)],
+        codes=memory[_HEADER_WORDS:],
+        options=[scale, float(sent[0])],
     )
     if multiple is not None:
-        _adapt(sums, threshold, multiple)
+        _adapt(per_block, current, multiple)
 
 
 def decode(payload: Tensor, out: Tensor, scale: float, accumulate: bool) -> None:
@@ -99,25 +103,31 @@ def decode(payload: Tensor, out: Tensor, scale: float, accumulate: bool) -> None
         scale: Factor of the decoded values.
         accumulate: Add to `out`.
     """
-    header, codes = payload[:_HEADER_BYTES].view(torch.float32), payload[_HEADER_BYTES:]
     if out.is_cuda:
         from lightning_dlres.kernels.gradients import threshold_cuda
 
+        header, codes = _parts(payload)
         threshold_cuda.decode(out, header, codes, scale, accumulate)
         return
     from lightning_dlres.kernels.gradients import threshold_cpu
 
+    memory = word_array(payload)
     run(
         threshold_cpu.decode,
         out.numel(),
         BITS,
         elements=[float_array(out)],
-        codes=word_array(codes),
-        options=[float(header), scale, accumulate],
+        codes=memory[_HEADER_WORDS:],
+        options=[float(memory[:_HEADER_WORDS].view(np.float32)[0]), scale, accumulate],
     )
 
 
-def _adapt(sums: Tensor, threshold: Tensor, multiple: float) -> None:
+def _parts(payload: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the header and the codes of a payload on a GPU."""
+    return payload[:_HEADER_BYTES].view(torch.float32), payload[_HEADER_BYTES:]
+
+
+def _adapt(sums: Array, threshold: Array, multiple: float) -> None:
     """Set the threshold to a multiple of a mean, on the CPU.
 
     Args:
@@ -127,7 +137,6 @@ def _adapt(sums: Tensor, threshold: Tensor, multiple: float) -> None:
     """
     from lightning_dlres.kernels.gradients import sums_cpu
 
-    result = torch.empty(2, dtype=torch.float64)
-    sums_cpu.totals(double_array(sums), double_array(result))
-    mean = result[0] / result[1].clamp(min=1)
-    threshold.copy_((mean * multiple).clamp(max=LARGEST))
+    result = np.empty(2)
+    sums_cpu.totals(sums, result)
+    threshold[0] = min(result[0] / max(result[1], 1.0) * multiple, LARGEST)
