@@ -179,6 +179,7 @@ def is_expected(content: Any) -> bool:
         # All sizes are multiples of the alignment.
         return bool(
             type(step) is int
+            and type(entries) is list
             and step >= 0
             and len(set(keys)) == len(keys)
             and all(sizes.get((unit, part)) == nbytes for unit, part, nbytes in entries)
