@@ -11,12 +11,11 @@ import contextlib
 import queue
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-import torch
 from torch import Tensor
 
 from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
@@ -25,9 +24,9 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
 from lightning_dlres.gradsync.execute.messages import (
-    ALIGNMENT,
     FAILURE_KEY,
     content_of,
+    message_of,
     payloads_of,
 )
 from lightning_dlres.gradsync.execute.transmitters import (
@@ -36,6 +35,7 @@ from lightning_dlres.gradsync.execute.transmitters import (
     ReadySend,
     TransferItem,
     Transmitter,
+    WaitingSends,
     sizes_of,
 )
 from lightning_dlres.gradsync.execute.unit_run import UnitRun
@@ -43,6 +43,9 @@ from lightning_dlres.gradsync.plan.graph import Part, TaskKind
 
 # Seconds between two checks for lost ranks and deadlines.
 _POLL_SECONDS = 0.05
+_KEY = ("gradients",)
+# A unit in its step, and the position of a task in its graph.
+Task = tuple[UnitRun, int]
 
 
 class _Signal(Enum):
@@ -103,8 +106,10 @@ class SyncExecutor:
         self._mailbox, self._tracer = mailbox, tracer
         self._rank, self._names = mailbox.rank, mailbox.names
         self._expected = {peer: frozenset(payloads) for peer, payloads in expected.items()}
-        self._computes: queue.SimpleQueue[tuple[UnitRun, int] | None] = queue.SimpleQueue()
-        self._transfers: queue.SimpleQueue[TransferItem | _Signal] = queue.SimpleQueue()
+        # Tasks and items that become ready together have one entry, which wakes the thread once.
+        self._computes: queue.SimpleQueue[Sequence[Task] | None] = queue.SimpleQueue()
+        self._transfers: queue.SimpleQueue[Sequence[TransferItem] | _Signal] = queue.SimpleQueue()
+        self._next_check = 0.0
         # Guards the fields below and the counters of all units.
         self._lock = threading.Lock()
         self._steps: dict[int, _Step] = defaultdict(_Step)
@@ -123,7 +128,7 @@ class SyncExecutor:
         self._transmitter: Transmitter = DirectTransmitter()
         if coordinator is not None:
             self._transmitter = CoordinatedTransmitter(self._rank, coordinator, replay_from)
-            self._announced += coordinator.open(self._transfers.put, self.fail)
+            self._announced += coordinator.open(lambda plan: self._transfers.put([plan]), self.fail)
         for peer in destinations:
             mailbox.connect(peer, Channel.GRADIENT_SYNC)
         for peer in expected:
@@ -158,13 +163,9 @@ class SyncExecutor:
             return
         # The thread of transfers watches the deadline, also if this rank has nothing to send yet.
         self._transfers.put(_Signal.WAKE)
-        for run in runs:
-            for position, task in enumerate(run.graph):
-                if not task.after and task.kind is not TaskKind.RECEIVE:
-                    self._enqueue(run, position)
+        self._computes.put([(run, position) for run in runs for position in run.tasks.first])
         try:
-            for entry in arrived:
-                self._deliver(*entry)
+            self._enqueue(self._finish([self._deliver(*entry) for entry in arrived]))
         except ProtocolError as error:
             self.fail(error)
 
@@ -205,27 +206,37 @@ class SyncExecutor:
             self.fail(error)
 
     def _compute(self) -> None:
-        while (item := self._computes.get()) is not None:
-            run, position = item
-            task = run.graph[position]
-            with self._tracer.span(task.kind.value, "compute", unit=run.unit.index):
-                run.compute(task)
-            self._finish(run, position)
+        sends = WaitingSends()
+        while (entry := self._computes.get()) is not None:
+            tasks = deque(entry)
+            while tasks:
+                run, position = tasks.popleft()
+                task = run.graph[position]
+                with self._tracer.span(task.kind.value, "compute", unit=run.unit.index):
+                    run.compute(task)
+                for ready in self._finish([(run, position)]):
+                    if _is_send(ready):
+                        sends.add(ReadySend(*ready))
+                    else:
+                        tasks.append(ready)
+                is_last = not tasks and self._computes.empty()
+                if sends.items and (is_last or sends.is_due()):
+                    self._transfers.put(sends.take())
 
     def _transfer(self) -> None:
         while True:
             items: list[TransferItem] = []
             # Take everything that is ready, so that one message carries it.
-            for item in self._next_items():
-                if item is _Signal.END:
+            for entry in self._next_items():
+                if entry is _Signal.END:
                     return
-                if not isinstance(item, _Signal):
-                    items.append(item)
+                if not isinstance(entry, _Signal):
+                    items += entry
             for destination, sends in self._transmitter.take(items):
                 self._send(destination, sends)
 
-    def _next_items(self) -> Iterator[TransferItem | _Signal]:
-        """Yield the items of the queue of transfers; wait for the first one."""
+    def _next_items(self) -> Iterator[Sequence[TransferItem] | _Signal]:
+        """Yield the entries of the queue of transfers; wait for the first one."""
         try:
             yield self._transfers.get(timeout=None if self._is_idle() else _POLL_SECONDS)
             while True:
@@ -239,18 +250,13 @@ class SyncExecutor:
 
     def _send(self, destination: int, sends: Sequence[ReadySend]) -> None:
         step = sends[0].run.options.step
-        payloads = [send.run.outgoing[send.part] for send in sends]
-        entries = [
-            [send.run.unit.index, int(send.part), payload.numel()]
-            for send, payload in zip(sends, payloads, strict=True)
-        ]
         with self._tracer.span("send", "transfer", peer=destination, **sizes_of(sends)):
-            message = payloads[0] if len(payloads) == 1 else torch.cat(_aligned(payloads))
-            self._mailbox.send(
-                destination, Channel.GRADIENT_SYNC, ("gradients",), [step, entries, message]
+            message = message_of(
+                step,
+                [(send.run.unit.index, send.part, send.run.outgoing[send.part]) for send in sends],
             )
-        for send in sends:
-            self._finish(send.run, send.task)
+            self._mailbox.send(destination, Channel.GRADIENT_SYNC, _KEY, message)
+        self._enqueue(self._finish([(send.run, send.task) for send in sends]))
 
     def _receiver(self, peer: int) -> Callable[[Item], None]:
         def receive(item: Item) -> None:
@@ -267,18 +273,20 @@ class SyncExecutor:
         nbytes = sum(payload.numel() for _, _, payload in payloads)
         counts = {"units": len(payloads), "step": step, "nbytes": nbytes}
         with self._tracer.span("receive", "transfer", peer=peer, **counts):
-            for unit, part, payload in payloads:
-                with self._lock:
-                    if self.failure is not None:
-                        return
+            started = []
+            with self._lock:
+                if self.failure is not None:
+                    return
+                current = self._steps[step]
+                for unit, part, payload in payloads:
                     self._refuse_unexpected(peer, step, unit, part)
-                    current = self._steps[step]
                     run = current.runs.get(unit)
                     if run is None:
                         # Its gradient is not ready on this rank.
                         current.early[unit].append((peer, part, payload))
-                if run is not None:
-                    self._deliver(run, peer, part, payload)
+                    else:
+                        started.append((run, peer, part, payload))
+            self._enqueue(self._finish([self._deliver(*entry) for entry in started]))
         self._transmitter.arrived(peer, step)
 
     def _refuse_unexpected(self, peer: int, step: int, unit: int, part: Part) -> None:
@@ -288,8 +296,8 @@ class SyncExecutor:
                 "this rank does not expect. Check that all ranks have the same plan."
             )
 
-    def _deliver(self, run: UnitRun, peer: int, part: Part, payload: Tensor) -> None:
-        """Give a payload to its unit."""
+    def _deliver(self, run: UnitRun, peer: int, part: Part, payload: Tensor) -> Task:
+        """Give a payload to its unit; return the task that received it."""
         if payload.numel() != run.payload_bytes():
             raise ProtocolError(
                 f"{self._names[peer]} sent {payload.numel()} bytes of unit {run.unit.index}, "
@@ -300,28 +308,23 @@ class SyncExecutor:
                 f"{self._names[peer]} sent part {int(part)} of unit {run.unit.index} twice in step "
                 f"{run.options.step}. Check that all ranks have the same plan."
             )
-        for position, task in enumerate(run.graph):
-            if (task.kind, task.peer, task.part) == (TaskKind.RECEIVE, peer, part):
-                self._finish(run, position)
+        return run, run.tasks.receives[peer, part]
 
-    def _finish(self, run: UnitRun, position: int) -> None:
-        """Mark a task as done, and queue the tasks that it makes ready."""
-        ready, done = [], None
+    def _finish(self, finished: Iterable[Task]) -> list[Task]:
+        """Mark tasks as done; return those that they make ready."""
+        ready: list[Task] = []
+        callbacks = []
         with self._lock:
             if self.failure is not None:
-                return
-            for successor, task in enumerate(run.graph):
-                if position in task.after:
-                    run.pending[successor] -= 1
-                    if not run.pending[successor]:
-                        ready.append(successor)
-            run.unfinished -= 1
-            if not run.unfinished:
-                done = self._forget(run)
-        for successor in ready:
-            self._enqueue(run, successor)
-        if done is not None:
-            done(None)
+                return []
+            for run, position in finished:
+                ready += [(run, successor) for successor in run.finish(position)]
+                if not run.unfinished:
+                    callbacks.append(self._forget(run))
+        for on_done in callbacks:
+            if on_done is not None:
+                on_done(None)
+        return ready
 
     def _forget(self, run: UnitRun) -> Callable[[BaseException | None], None] | None:
         """Remove a finished unit; return the callback of its group if it was the last one."""
@@ -333,11 +336,14 @@ class SyncExecutor:
         group.unfinished -= 1
         return None if group.unfinished else group.on_done
 
-    def _enqueue(self, run: UnitRun, position: int) -> None:
-        if run.graph[position].kind is TaskKind.SEND:
-            self._transfers.put(ReadySend(run, position))
-        else:
-            self._computes.put((run, position))
+    def _enqueue(self, ready: Sequence[Task]) -> None:
+        """Add tasks to the queues of their kinds."""
+        sends = [ReadySend(*task) for task in ready if _is_send(task)]
+        computes = [task for task in ready if not _is_send(task)]
+        if sends:
+            self._transfers.put(sends)
+        if computes:
+            self._computes.put(computes)
 
     def _check(self) -> None:
         """Raise if a rank is known to have failed, or if a unit has waited for too long.
@@ -346,10 +352,13 @@ class SyncExecutor:
             PeerLostError: If a rank is known to have failed.
             PeerTimeoutError: If a payload did not arrive in time; the message names its sender.
         """
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + _POLL_SECONDS
         self._mailbox.check()
         timeout = self._mailbox.timeout
         with self._lock:
-            now = time.monotonic()
             late = [run for run, group in self._groups.items() if now - group.started > timeout]
             missing = sorted({peer for run in late for peer in run.missing_peers()})
         if late:
@@ -360,12 +369,6 @@ class SyncExecutor:
             )
 
 
-def _aligned(payloads: Sequence[Tensor]) -> list[Tensor]:
-    """Return the payloads, with filling bytes after each of them."""
-    parts = []
-    for payload in payloads:
-        parts.append(payload)
-        filling = -payload.numel() % ALIGNMENT
-        if filling:
-            parts.append(payload.new_zeros(filling))
-    return parts
+def _is_send(task: Task) -> bool:
+    run, position = task
+    return run.graph[position].kind is TaskKind.SEND

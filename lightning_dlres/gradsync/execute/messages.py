@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dlres.core.arrays import array_of, byte_array
 from lightning_dlres.core.comm.mailbox import Item
 from lightning_dlres.core.errors import PeerLostError, ProtocolError
 from lightning_dlres.core.wire.tree import Tree
@@ -14,7 +16,7 @@ from lightning_dlres.gradsync.plan.graph import Part
 from lightning_dlres.gradsync.plan.transmissions import Entry
 
 # Bytes to which payloads are aligned in a message, so that they can be read as words.
-ALIGNMENT = 8
+_ALIGNMENT = 8
 # Key of the message by which a rank tells the others why it ends its work.
 FAILURE_KEY = ("failure",)
 
@@ -36,6 +38,29 @@ def content_of(item: Item, name: str) -> Tree:
     return content
 
 
+def message_of(step: int, payloads: Sequence[tuple[int, Part, Tensor]]) -> Tree:
+    """Return a message; `payloads_of` returns its contents.
+
+    Args:
+        step: Number of the step.
+        payloads: Unit, part and payload (contiguous, any dtype) of each entry.
+    """
+    contents = [
+        byte_array(payload if payload.device.type == "cpu" else payload.cpu())
+        for _, _, payload in payloads
+    ]
+    entries = [
+        [unit, int(part), content.size]
+        for (unit, part, _), content in zip(payloads, contents, strict=True)
+    ]
+    message = np.zeros(sum(_aligned(content.size) for content in contents), np.uint8)
+    offset = 0
+    for content in contents:
+        message[offset : offset + content.size] = content
+        offset += _aligned(content.size)
+    return [step, entries, torch.from_numpy(message)]
+
+
 def payloads_of(content: Tree, name: str) -> tuple[int, list[tuple[int, Part, Tensor]]]:
     """Return the step of a message, and the unit, part and payload of each of its entries.
 
@@ -46,16 +71,24 @@ def payloads_of(content: Tree, name: str) -> tuple[int, list[tuple[int, Part, Te
     is_message = isinstance(message, Tensor) and message.dtype == torch.uint8
     if not is_message or message.dim() != 1 or not isinstance(entries, list):
         raise _malformed(name)
+    memory = array_of(message)
     payloads, offset = [], 0
     for entry in entries:
         unit, part, nbytes = _numbers(entry, 3, name)
-        if part not in _PARTS or offset + nbytes > message.numel():
+        if part not in _PARTS or offset + nbytes > memory.size:
             raise _malformed(name)
-        payloads.append((unit, Part(part), message[offset : offset + nbytes]))
-        offset += nbytes + -nbytes % ALIGNMENT
-    if offset < message.numel():
+        # Slices of arrays: torch operations release the interpreter's lock and wait for threads. An
+        # empty array would become a tensor with stride 0, which has no view of another dtype.
+        piece = torch.from_numpy(memory[offset : offset + nbytes]) if nbytes else message[:0]
+        payloads.append((unit, Part(part), piece))
+        offset += _aligned(nbytes)
+    if offset < memory.size:
         raise _malformed(name)
     return _numbers([step], 1, name)[0], payloads
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def report_of(content: Tree, kinds: dict[str, int], name: str) -> tuple[str, list[Sequence[int]]]:

@@ -14,9 +14,10 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
 from lightning_dlres.gradsync.execute.executor import SyncExecutor
 from lightning_dlres.gradsync.execute.states import CodecStates
-from lightning_dlres.gradsync.execute.unit_run import StepOptions, UnitRun
+from lightning_dlres.gradsync.execute.unit_run import StepOptions, UnitRun, UnitTasks
 from lightning_dlres.gradsync.plan.graph import Part, TaskKind, topology
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
+from lightning_dlres.gradsync.plan.units import SyncUnit
 
 
 class GradientSynchroniser:
@@ -74,16 +75,16 @@ class GradientSynchroniser:
         graph_of = topology(plan.topology)
         self._units = {
             name: [
-                (unit, graph_of(mailbox.rank, plan.world_size, unit.owner))
+                UnitTasks(unit, graph_of(mailbox.rank, plan.world_size, unit.owner))
                 for unit in plan.units_of(name)
             ]
             for name in {unit.gradient for unit in plan.units}
         }
         tasks = [
-            (unit, task)
+            (unit_tasks.unit, task)
             for units in self._units.values()
-            for unit, graph in units
-            for task in graph
+            for unit_tasks in units
+            for task in unit_tasks.graph
         ]
         expected: dict[int, set[tuple[int, Part]]] = {}
         for unit, task in tasks:
@@ -137,15 +138,14 @@ class GradientSynchroniser:
         )
         runs = [
             UnitRun(
-                unit=unit,
-                graph=graph,
-                codec=None if unit.codec == RAW else self._codecs[unit.codec].at_step(step),
-                gradient=gradient.view(-1)[unit.start : unit.stop],
+                tasks=tasks,
+                codec=self._codec(tasks.unit, step),
+                gradient=_piece(gradient, tasks.unit),
                 options=options,
                 states=self.states,
             )
             for name, gradient in gradients.items()
-            for unit, graph in self._units[name]
+            for tasks in self._units[name]
         ]
         if self._keeps_previous:
             for run in runs:
@@ -167,3 +167,12 @@ class GradientSynchroniser:
     def close(self) -> None:
         """End the threads."""
         self._executor.close()
+
+    def _codec(self, unit: SyncUnit, step: int) -> GradientCodec | None:
+        return None if unit.codec == RAW else self._codecs[unit.codec].at_step(step)
+
+
+def _piece(gradient: Tensor, unit: SyncUnit) -> Tensor:
+    """Return the elements of a unit, as a flat view."""
+    flat = gradient if gradient.dim() == 1 else gradient.view(-1)
+    return flat if unit.count == flat.numel() else flat[unit.start : unit.stop]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_dlres.core.errors import ProtocolError
@@ -17,6 +19,12 @@ from lightning_dlres.gradsync.plan.transmissions import (
     Transfer,
     Transmission,
 )
+
+# Seconds after a message to a rank in which payloads to it may wait for more of them. A slow link
+# is busy for about as long; on a fast one, so short a time does not matter.
+FOLLOWING_SECONDS = 0.003
+# Bytes of payloads to one rank that do not wait.
+WAITING_BYTES = 128 << 10
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,51 @@ def sizes_of(sends: Sequence[ReadySend]) -> dict[str, int]:
         "nbytes": sum(send.run.payload_bytes() for send in sends),
         "raw_nbytes": sum(send.run.gradient_bytes() for send in sends),
     }
+
+
+class WaitingSends:
+    """Ready payloads that the thread of compute tasks has not yet given to the thread of transfers.
+
+    The first payload to a rank never waits. Those that follow it at once wait for more of them
+    while there are other tasks: the link is busy, and every message costs processor time on both
+    sides.
+
+    Args:
+        now: Function that returns the time in seconds.
+
+    Attributes:
+        items: The payloads.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.items: list[ReadySend] = []
+        self._now = now
+        self._bytes: dict[int, int] = {}
+        # Time from which a payload to a rank need not wait.
+        self._free: dict[int, float] = defaultdict(lambda: -math.inf)
+
+    def add(self, send: ReadySend) -> None:
+        """Add a payload."""
+        destination = send.destination
+        self.items.append(send)
+        self._bytes[destination] = self._bytes.get(destination, 0) + send.run.payload_bytes()
+
+    def is_due(self) -> bool:
+        """Return True if the payloads must not wait any longer."""
+        now = self._now()
+        return any(
+            nbytes >= WAITING_BYTES or now >= self._free[destination]
+            for destination, nbytes in self._bytes.items()
+        )
+
+    def take(self) -> list[ReadySend]:
+        """Remove and return all payloads."""
+        until = self._now() + FOLLOWING_SECONDS
+        for destination in self._bytes:
+            self._free[destination] = until
+        items, self.items = self.items, []
+        self._bytes.clear()
+        return items
 
 
 # Item of the queue of transfers.

@@ -42,6 +42,50 @@ class StepOptions:
         return self.has_sum_feedback if part is Part.SUM else self.has_error_feedback
 
 
+class UnitTasks:
+    """Tasks of one rank for a unit, with what is looked up in every step.
+
+    Args:
+        unit: The unit.
+        graph: Tasks of this rank.
+
+    Attributes:
+        first: Positions of the compute tasks without predecessors.
+        successors: Positions of the tasks that wait for each task.
+        receives: Positions of the tasks that receive, by source and part.
+    """
+
+    def __init__(self, unit: SyncUnit, graph: Graph) -> None:
+        self.unit, self.graph = unit, graph
+        self.first = [
+            position
+            for position, task in enumerate(graph)
+            if not task.after and not task.kind.is_transfer
+        ]
+        self.successors = [
+            [successor for successor, task in enumerate(graph) if position in task.after]
+            for position in range(len(graph))
+        ]
+        self.receives = {
+            (task.peer, task.part): position
+            for position, task in enumerate(graph)
+            if task.kind is TaskKind.RECEIVE and task.peer is not None
+        }
+        # Memory that is used again in every step, by its name.
+        self._memory: dict[str, Tensor] = {}
+
+    def memory(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised tensor, the same one in every step.
+
+        New memory in every step would cost page faults. A unit begins a step after all ranks have
+        received its payloads of the step before, so nothing overwrites what is on its way.
+        """
+        tensor = self._memory.get(name)
+        if tensor is None or tensor.numel() != count:
+            tensor = self._memory[name] = torch.empty(count, dtype=dtype, device=device)
+        return tensor
+
+
 class UnitRun:
     """Data of a unit in one step.
 
@@ -49,15 +93,13 @@ class UnitRun:
     read `outgoing` after the task that wrote it.
 
     Args:
-        unit: The unit.
-        graph: Tasks of this rank.
+        tasks: Unit, and its tasks on this rank.
         codec: Codec of this step; None sends the elements as they are.
         gradient: Flat gradient of the unit, replaced by the mean of all ranks.
         options: Options of the step.
         states: States of this rank's codecs.
 
     Attributes:
-        pending: Number of predecessors that are not done, for each task.
         unfinished: Number of tasks that are not done.
         outgoing: Payloads to send, by part.
     """
@@ -65,32 +107,47 @@ class UnitRun:
     def __init__(
         self,
         *,
-        unit: SyncUnit,
-        graph: Graph,
+        tasks: UnitTasks,
         codec: GradientCodec | None,
         gradient: Tensor,
         options: StepOptions,
         states: CodecStates,
     ) -> None:
-        self.unit, self.graph, self.codec = unit, graph, codec
+        self.tasks, self.unit, self.graph, self.codec = tasks, tasks.unit, tasks.graph, codec
         self.options = options
-        self.pending = [len(task.after) for task in graph]
-        self.unfinished = len(graph)
+        # Number of predecessors that are not done, for each task.
+        self._pending = [len(task.after) for task in self.graph]
+        self.unfinished = len(self.graph)
         self.outgoing: dict[Part, Tensor] = {}
         self._gradient, self._states = gradient, states
         self._incoming: dict[tuple[int, Part], Tensor] = {}
         self._arrived: set[tuple[int, Part]] = set()
         self._total: Tensor | None = None
+        self._gradient_bytes = gradient.numel() * gradient.element_size()
+        self._payload_bytes = (
+            self._gradient_bytes if codec is None else codec.payload_bytes(self.unit.count)
+        )
 
     def payload_bytes(self) -> int:
         """Return the size of each of the unit's payloads."""
-        if self.codec is None:
-            return self.gradient_bytes()
-        return self.codec.payload_bytes(self.unit.count)
+        return self._payload_bytes
+
+    def finish(self, position: int) -> list[int]:
+        """Mark a task as done; return the positions of the tasks that it makes ready.
+
+        The caller guards it against other threads.
+        """
+        self.unfinished -= 1
+        ready = []
+        for successor in self.tasks.successors[position]:
+            self._pending[successor] -= 1
+            if not self._pending[successor]:
+                ready.append(successor)
+        return ready
 
     def gradient_bytes(self) -> int:
         """Return the size of the unit's gradient without compression."""
-        return self._gradient.numel() * self._gradient.element_size()
+        return self._gradient_bytes
 
     def missing_peers(self) -> list[int]:
         """Return the ranks whose payloads have not arrived."""
@@ -126,12 +183,12 @@ class UnitRun:
     def _encode(self, part: Part) -> None:
         source = self._gradient if self._total is None else self._total
         if self.codec is None:
-            self.outgoing[part] = source.view(torch.uint8)
+            self.outgoing[part] = source
             return
         # A partial sum is already in units without the loss scale.
         is_scaled = self._total is None
         scale = 1 / self.options.loss_scale if is_scaled else 1.0
-        payload = torch.empty(self.payload_bytes(), dtype=torch.uint8, device=source.device)
+        payload = self.tasks.memory(part.name, self._payload_bytes, torch.uint8, source.device)
         state = self._states.of(self.unit, part, self.codec, source.device)
         if self._total is None and not self.options.has_data:
             # Leave the state as it is. The hop of a ring without data needs it for the others' sum.
@@ -141,7 +198,9 @@ class UnitRun:
         seed = zlib.crc32(
             repr((self.options.step, self.options.rank, self.unit.index, int(part))).encode()
         )
-        self.codec.compress(source.to(torch.float32), state, payload, scale=scale, seed=seed)
+        if source.dtype != torch.float32:
+            source = source.to(torch.float32)
+        self.codec.compress(source, state, payload, scale=scale, seed=seed)
         self.outgoing[part] = payload
 
     def _merge(self, peer: int) -> None:
@@ -155,7 +214,9 @@ class UnitRun:
                 self._total.add_(part)
             return
         if self._total is None:
-            self._total = torch.empty(self.unit.count, device=self._gradient.device)
+            self._total = self.tasks.memory(
+                "total", self.unit.count, torch.float32, self._gradient.device
+            )
         if peer != self.options.rank:
             self.codec.expand(self._received(peer), self._total, accumulate=not is_first)
         elif is_first:
