@@ -47,6 +47,15 @@ class GradientCodec(Codec):
     is_divisible: ClassVar[bool] = True
     uses_kernels: ClassVar[bool] = False
 
+    @property
+    def transforms_gradient(self) -> bool:
+        """True if the codec changes a rank's gradient before it compresses it, as by momentum.
+
+        Then every rank encodes its own gradient, also the one that merges, and partial sums cannot
+        be encoded: only the parameter server suits the codec.
+        """
+        return False
+
     @abstractmethod
     def payload_bytes(self, count: int) -> int:
         """Return the bytes of a payload of `count` elements; a multiple of 4."""

@@ -60,6 +60,11 @@ class DGC(sparse.SparseCodec):
         self.clip = clip if clip is None else finite("clip", clip, "clip=None", above=True)
         self.warmup_steps = whole_number("warmup_steps", warmup_steps, "warmup_steps=0", least=0)
 
+    @property
+    @override
+    def transforms_gradient(self) -> bool:
+        return bool(self.momentum) or self.clip is not None
+
     @override
     def at_step(self, step: int) -> GradientCodec:
         ratio = self.ratio

@@ -37,6 +37,7 @@ from lightning_dlres.gradsync.execute.coordinator_trial import tried_coordinator
 from lightning_dlres.gradsync.execute.planning import (
     AUTO,
     SyncPlanningOptions,
+    check_optimizers,
     codecs_for_auto,
     is_adam_like,
     plan_synchronisation,
@@ -120,9 +121,14 @@ class GradientSyncState:
         self._algorithm = algorithm
         self._topology = one_of("topology", topology, (AUTO, *TOPOLOGIES), "topology='ps'")
         self._coordinator = one_of("coordinator", coordinator, _COORDINATORS, "coordinator='none'")
+        if any(codec.transforms_gradient for codec in self._codecs.values()):
+            if topology == "ring":
+                rule = "'ps' for a codec with momentum or clipping"
+                raise ConfigError(got_expected("topology", topology, rule, "topology='ps'"))
+            self._topology = "ps"
         self._min_bytes = whole_number("min_bytes", min_bytes, "min_bytes=0", least=0)
         self._timeout = timeout_seconds(timeout)
-        self._is_adam_like = is_adam_like(_checked(optimizers))
+        self._is_adam_like = is_adam_like(check_optimizers(optimizers))
         function("check", check)
         self._check = check or _no_check
         self._keeps_previous = flag("keeps_previous", keeps_previous)
@@ -433,17 +439,6 @@ def _all_reduce(buffer: Tensor, world_size: int) -> Future[Tensor]:
     work = dist.all_reduce(buffer.mul_(1 / world_size), async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
-
-
-def _checked(optimizers: object) -> Sequence[Optimizer]:
-    """Return the argument `optimizers` as a sequence; an empty one for None."""
-    if optimizers is None:
-        return ()
-    is_sequence = isinstance(optimizers, (list, tuple))
-    if not is_sequence or not all(isinstance(one, Optimizer) for one in optimizers):  # type: ignore[attr-defined]
-        rule = "a list of optimizers or None"
-        raise ConfigError(got_expected("optimizers", optimizers, rule, "optimizers=None"))
-    return optimizers  # type: ignore[return-value]
 
 
 def _no_check() -> None:

@@ -11,6 +11,7 @@ from torch.optim import SGD, Optimizer
 from lightning_dlres.codecs import base as registry
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.comm.mailbox import Mailbox
+from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.gradsync.plan.cost_model import AUTO_CODECS, auto_codecs, decide
 from lightning_dlres.gradsync.plan.decision import SyncDecision
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
@@ -109,6 +110,21 @@ def codecs_for_auto() -> dict[str, GradientCodec]:
     """Return new codecs among which "auto" chooses, with their default options."""
     codecs = {name: type(registry.codec(name))() for name in AUTO_CODECS}
     return {name: codec for name, codec in codecs.items() if isinstance(codec, GradientCodec)}
+
+
+def check_optimizers(optimizers: object) -> Sequence[Optimizer]:
+    """Return the argument `optimizers`; an empty sequence for None.
+
+    Raises:
+        ConfigError: If it is neither None nor a list of optimizers.
+    """
+    if optimizers is None:
+        return ()
+    is_list = isinstance(optimizers, (list, tuple))
+    if not is_list or not all(isinstance(one, Optimizer) for one in optimizers):  # type: ignore[attr-defined]
+        rule = "a list of optimizers or None"
+        raise ConfigError(got_expected("optimizers", optimizers, rule, "optimizers=None"))
+    return optimizers  # type: ignore[return-value]
 
 
 def is_adam_like(optimizers: Iterable[Optimizer]) -> bool:

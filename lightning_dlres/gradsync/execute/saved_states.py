@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec, State
 from lightning_dlres.gradsync.execute.states import CodecStates
-from lightning_dlres.gradsync.plan.graph import Part, TaskKind, topology
+from lightning_dlres.gradsync.execute.unit_graphs import unit_graph
+from lightning_dlres.gradsync.plan.graph import Part, TaskKind
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit
 
@@ -72,7 +73,7 @@ def restore_states(
     Returns:
         Names of gradients whose states were dropped, because they are gone or have another codec.
     """
-    if _has_same_units(saved, plan):
+    if _has_same_units(saved, plan, codecs):
         _copy(saved[rank], plan, codecs, device, states)
         return []
     dropped = {
@@ -106,18 +107,19 @@ def unsent_mean(saved: Sequence[SavedStates], gradient: GradientSpec) -> Tensor:
     return total
 
 
-def _has_same_units(saved: Sequence[SavedStates], plan: SyncPlan) -> bool:
+def _has_same_units(
+    saved: Sequence[SavedStates], plan: SyncPlan, codecs: Mapping[str, GradientCodec]
+) -> bool:
     """Return True if every saved state belongs to a unit of the plan, on the same ranks."""
     if len(saved) != plan.world_size:
         return False
-    graph_of = topology(plan.topology)
     units = {(unit.gradient, unit.start, unit.stop, unit.codec): unit for unit in plan.units}
     for rank, one in enumerate(saved):
         for entry in one["units"]:
             unit = units.get((entry["gradient"], entry["start"], entry["stop"], entry["codec"]))
             if unit is None:
                 return False
-            graph = graph_of(rank, plan.world_size, unit.owner)
+            graph = unit_graph(plan, unit, rank, codecs)
             if not any(t.kind is TaskKind.ENCODE and t.part == entry["part"] for t in graph):
                 return False
     return True
@@ -155,7 +157,7 @@ def _resplit(
     states: CodecStates,
 ) -> None:
     """Fill the states of a unit from those of other units or ranks."""
-    graph = topology(plan.topology)(rank, plan.world_size, unit.owner)
+    graph = unit_graph(plan, unit, rank, {unit.codec: codec})
     parts = {task.part for task in graph if task.kind is TaskKind.ENCODE}
     is_same_size = len(saved) == plan.world_size
     own = [saved[rank]] if is_same_size else saved

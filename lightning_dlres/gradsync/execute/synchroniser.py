@@ -14,8 +14,9 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
 from lightning_dlres.gradsync.execute.executor import SyncExecutor
 from lightning_dlres.gradsync.execute.states import CodecStates
+from lightning_dlres.gradsync.execute.unit_graphs import unit_graph
 from lightning_dlres.gradsync.execute.unit_run import StepOptions, UnitRun, UnitTasks
-from lightning_dlres.gradsync.plan.graph import Part, TaskKind, topology
+from lightning_dlres.gradsync.plan.graph import Part, TaskKind
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 from lightning_dlres.gradsync.plan.units import SyncUnit
 
@@ -72,10 +73,9 @@ class GradientSynchroniser:
         self._codecs = dict(codecs)
         self._rank, self._world_size = mailbox.rank, plan.world_size
         self._feedback = has_error_feedback, has_sum_feedback
-        graph_of = topology(plan.topology)
         self._units = {
             name: [
-                UnitTasks(unit, graph_of(mailbox.rank, plan.world_size, unit.owner))
+                UnitTasks(unit, unit_graph(plan, unit, mailbox.rank, self._codecs))
                 for unit in plan.units_of(name)
             ]
             for name in {unit.gradient for unit in plan.units}

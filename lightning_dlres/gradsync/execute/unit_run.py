@@ -173,24 +173,27 @@ class UnitRun:
     def compute(self, task: SyncTask) -> None:
         """Run a compute task."""
         if task.kind is TaskKind.ENCODE:
-            self._encode(task.part)
+            self._encode(task.part, is_own=not task.after)
         elif task.kind is TaskKind.MERGE:
             assert task.peer is not None
             self._merge(task.peer)
         else:
             self._decode()
 
-    def _encode(self, part: Part) -> None:
-        source = self._gradient if self._total is None else self._total
+    def _encode(self, part: Part, *, is_own: bool) -> None:
+        """Encode this rank's own gradient, or a sum that begins with merges."""
+        source = self._gradient
+        if not is_own:
+            assert self._total is not None
+            source = self._total
         if self.codec is None:
             self.outgoing[part] = source
             return
         # A partial sum is already in units without the loss scale.
-        is_scaled = self._total is None
-        scale = 1 / self.options.loss_scale if is_scaled else 1.0
+        scale = 1 / self.options.loss_scale if is_own else 1.0
         payload = self.tasks.memory(part.name, self._payload_bytes, torch.uint8, source.device)
         state = self._states.of(self.unit, part, self.codec, source.device)
-        if self._total is None and not self.options.has_data:
+        if is_own and not self.options.has_data:
             # Leave the state as it is. The hop of a ring without data needs it for the others' sum.
             state = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         elif RESIDUAL in state and not self.options.keeps_errors(part):
@@ -219,6 +222,9 @@ class UnitRun:
             )
         if peer != self.options.rank:
             self.codec.expand(self._received(peer), self._total, accumulate=not is_first)
+        elif Part.GRADIENT in self.outgoing:
+            # The codec has transformed the gradient, as by momentum.
+            self.codec.expand(self.outgoing[Part.GRADIENT], self._total, accumulate=not is_first)
         elif is_first:
             torch.mul(self._gradient, 1 / self.options.loss_scale, out=self._total)
         else:

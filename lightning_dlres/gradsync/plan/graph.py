@@ -63,13 +63,14 @@ Graph = tuple[SyncTask, ...]
 Topology = Callable[[int, int, int], Graph]
 
 
-def parameter_server(rank: int, world_size: int, owner: int) -> Graph:
+def parameter_server(rank: int, world_size: int, owner: int, *, encodes_own: bool = False) -> Graph:
     """Return a rank's graph in which the owner merges all gradients in the order of the ranks.
 
     Args:
         rank: Rank whose tasks are returned.
         world_size: Number of ranks.
         owner: Rank that merges.
+        encodes_own: True if the owner encodes its own gradient, too, and merges the decoded one.
     """
     if rank != owner:
         return (
@@ -81,12 +82,16 @@ def parameter_server(rank: int, world_size: int, owner: int) -> Graph:
             SyncTask(TaskKind.DECODE, Part.SUM, None, (1, 2)),
         )
     tasks: list[SyncTask] = []
+    if encodes_own:
+        tasks.append(SyncTask(TaskKind.ENCODE, Part.GRADIENT))
     merged: tuple[int, ...] = ()
     for peer in range(world_size):
         after = merged
         if peer != owner:
             tasks.append(SyncTask(TaskKind.RECEIVE, Part.GRADIENT, peer))
             after = (*merged, len(tasks) - 1)
+        elif encodes_own:
+            after = (*merged, 0)
         tasks.append(SyncTask(TaskKind.MERGE, Part.GRADIENT, peer, after))
         merged = (len(tasks) - 1,)
     return _with_sum(tasks, merged, [peer for peer in range(world_size) if peer != owner])
@@ -148,6 +153,30 @@ def topology(name: str) -> Topology:
     if name not in TOPOLOGIES:
         raise ConfigError(got_expected("topology", name, f"one of {sorted(TOPOLOGIES)}", "'ps'"))
     return TOPOLOGIES[name]
+
+
+def task_graph(
+    name: str, rank: int, world_size: int, owner: int, *, encodes_own: bool = False
+) -> Graph:
+    """Return a rank's graph for one unit.
+
+    Args:
+        name: Topology, "ps" or "ring".
+        rank: Rank whose tasks are returned.
+        world_size: Number of ranks.
+        owner: Owner of the unit.
+        encodes_own: True if all ranks encode their own gradient; see
+            `GradientCodec.transforms_gradient`.
+
+    Raises:
+        ConfigError: If no topology has that name, or it cannot encode own gradients alone.
+    """
+    if not encodes_own:
+        return topology(name)(rank, world_size, owner)
+    if name != "ps":
+        rule = "'ps' for a codec with momentum or clipping"
+        raise ConfigError(got_expected("topology", name, rule, "topology='ps'"))
+    return parameter_server(rank, world_size, owner, encodes_own=True)
 
 
 def completes_sum(graph: Graph) -> bool:
