@@ -93,7 +93,7 @@ def test_all_ranks_take_the_decision_of_rank_0(pool: RankPool, world_size: int) 
 
 def test_one_and_two_bits_are_candidates_for_sgd(pool: RankPool) -> None:
     (decision, _), _ = pool.run(plan, 2, {"is_adam_like": False, "topology": "ps"})
-    assert {"tbq", "onebit"} <= {contender.algorithm for contender in decision.contenders}
+    assert {"terngrad", "int8"} <= {contender.algorithm for contender in decision.contenders}
     assert {contender.topology for contender in decision.contenders} == {"", "ps"}
 
 
