@@ -56,8 +56,8 @@ def make_groups(
 
 
 @dataclass
-class _Bucket:
-    """Parameters whose gradients are summed in one all-reduce.
+class GradientBucket:
+    """Parameters whose gradients are sent together.
 
     Attributes:
         stages: Stages that hold the parameters.
@@ -110,7 +110,7 @@ class GradientSync:
                 first_position[parameter] = position
         unshared = {p: None for p in first_position if owners[p] == (stage,)}
         self._buckets = (
-            _fill_buckets(list(unshared), first_position, (stage,), bucket_bytes)
+            fill_buckets(list(unshared), first_position, (stage,), bucket_bytes)
             if (stage,) in groups
             else []
         )
@@ -119,14 +119,27 @@ class GradientSync:
         held = set(first_position) | set(non_pipelined)
         shared = [p for p in owners if p in held and p not in unshared and owners[p] in groups]
         self._shared = [
-            _Bucket(stages, 0, [p for p in shared if owners[p] == stages and p.dtype == dtype])
+            GradientBucket(
+                stages, 0, [p for p in shared if owners[p] == stages and p.dtype == dtype]
+            )
             for stages in sorted({owners[p] for p in shared})
             for dtype in sorted({p.dtype for p in shared if owners[p] == stages}, key=str)
         ]
         # All-reduces in flight: bucket, its packed gradients, and the work to wait for.
-        self._pending: list[tuple[_Bucket, Tensor, Any]] = []
+        self._pending: list[tuple[GradientBucket, Tensor, Any]] = []
         # Number of `_buckets` that were sent in this step.
         self._launched = 0
+
+    def begin(self, *, loss_scale: float, has_data: bool) -> None:
+        """Begin a step.
+
+        Args:
+            loss_scale: Factor of the gradients of the step, such as that of a gradient scaler.
+            has_data: False if this replica has no micro-batch in the step.
+        """
+
+    def undo_step(self) -> None:
+        """Undo the last step, because its gradients are not used and the step runs again."""
 
     def layer_done(self, position: int, buffer: GradientBuffer) -> None:
         """Send the buckets that are complete; called when the last micro-batch's backward has
@@ -154,7 +167,7 @@ class GradientSync:
         self._pending.clear()
         self._launched = 0
 
-    def _launch(self, bucket: _Bucket, buffer: GradientBuffer) -> None:
+    def _launch(self, bucket: GradientBucket, buffer: GradientBuffer) -> None:
         data = _pack(bucket, buffer)
         start = time.perf_counter_ns()
         work = dist.all_reduce(data, group=self._groups[bucket.stages], async_op=True)
@@ -174,12 +187,12 @@ class GradientSync:
         work.get_future().add_done_callback(record_span)
 
 
-def _fill_buckets(
+def fill_buckets(
     parameters: Sequence[nn.Parameter],
     first_position: Mapping[nn.Parameter, int],
     stages: tuple[int, ...],
     limit: int,
-) -> list[_Bucket]:
+) -> list[GradientBucket]:
     """Return buckets in the order in which backward completes them.
 
     Args:
@@ -188,7 +201,7 @@ def _fill_buckets(
         stages: Stages that hold the parameters.
         limit: Size in bytes at which a bucket is full.
     """
-    buckets: list[_Bucket] = []
+    buckets: list[GradientBucket] = []
     for parameter in sorted(parameters, key=lambda p: -first_position[p]):
         bucket = buckets[-1] if buckets else None
         if (
@@ -196,14 +209,14 @@ def _fill_buckets(
             or bucket.nbytes >= limit
             or bucket.parameters[0].dtype != parameter.dtype
         ):
-            bucket = _Bucket(stages, first_position[parameter])
+            bucket = GradientBucket(stages, first_position[parameter])
             buckets.append(bucket)
         bucket.parameters.append(parameter)
         bucket.position = first_position[parameter]
     return buckets
 
 
-def _pack(bucket: _Bucket, buffer: GradientBuffer) -> Tensor:
+def _pack(bucket: GradientBucket, buffer: GradientBuffer) -> Tensor:
     """Return the gradients as one vector, followed by one number per parameter: 1 if this rank has
     a gradient, else 0.
 
@@ -221,7 +234,7 @@ def _pack(bucket: _Bucket, buffer: GradientBuffer) -> Tensor:
     return torch.cat([*flat, flat[0].new_tensor([float(g is not None) for g in gradients])])
 
 
-def _unpack(bucket: _Bucket, data: Tensor, buffer: GradientBuffer) -> None:
+def _unpack(bucket: GradientBucket, data: Tensor, buffer: GradientBuffer) -> None:
     """Put the sums of a bucket into the buffer; the inverse of `_pack`."""
     counts = data[-len(bucket.parameters) :].tolist()
     offset = 0

@@ -136,6 +136,7 @@ class TrainingStep:
         module_inputs = self.user.module_inputs() if runtime.is_first else None
         self.sizes = runtime.announce(module_inputs, batch_digest)
         self.own = share(len(self.sizes), len(plan.replicas), runtime.replica)
+        self.sync.begin(loss_scale=self.scale, has_data=bool(self.own))
         if runtime.is_first:
             parts = cut(module_inputs, self.sizes)
             self.inputs = {m: parts[m] for m in self.own}

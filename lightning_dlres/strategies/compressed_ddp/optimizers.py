@@ -40,13 +40,27 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 def warn_about_optimizers(state: GradientSyncState, optimizers: Sequence[Optimizer]) -> None:
     """Warn if the codec has too few bits for an optimizer that may be like Adam."""
+    if not state.suits_adam:
+        fix = "the optimizer lightning_dlres.OneBitAdam"
+        warn_about_few_bits("algorithm", state.algorithm, optimizers, fix=fix)
+
+
+def warn_about_few_bits(
+    argument: str, codec: str, optimizers: Sequence[Optimizer], *, fix: str
+) -> None:
+    """Warn if gradients of few bits go to an optimizer that may be like Adam.
+
+    Args:
+        argument: Argument that chooses the codec.
+        codec: Its value, the name of a codec that does not suit Adam.
+        optimizers: Optimizers of the Trainer, which Lightning may have wrapped.
+        fix: Alternative to a codec with more bits.
+    """
     inner = [unwrapped(optimizer) for optimizer in optimizers]
     names = sorted({type(o).__name__ for o in inner if is_adam_like([o])})
-    if state.suits_adam or not names:
-        return
-    warnings.warn(
-        f"algorithm={state.algorithm!r} may diverge with {' and '.join(names)}: so few bits change "
-        "the ratio of a gradient's mean to its variance. Use algorithm='int8', or the optimizer "
-        "lightning_dlres.OneBitAdam.",
-        stacklevel=2,
-    )
+    if names:
+        warnings.warn(
+            f"{argument}={codec!r} may diverge with {' and '.join(names)}: so few bits change the "
+            f"ratio of a gradient's mean to its variance. Use {argument}='int8', or {fix}.",
+            stacklevel=2,
+        )

@@ -23,6 +23,7 @@ from lightning_dlres.pipeline.execute.optimizers import (
     set_state_device,
 )
 from lightning_dlres.pipeline.execute.partition import Owners, materialise, partition
+from lightning_dlres.pipeline.execute.replica_compression import ReplicaCompression
 from lightning_dlres.pipeline.execute.states import (
     align_holders,
     distribute_from_rank_zero,
@@ -64,6 +65,8 @@ class Deployment:
         stage: Stage of this rank.
         layers: All layers of the model; only those of this stage hold values.
         written_in_forward: Parameters that a layer's forward writes to.
+        compression: Compression of gradients between replicas; None if there is none. It is closed
+            at the run's end, and keeps its residuals for a checkpoint.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Deployment:
         _, self.stage = planned.plan.position(connection.rank)
         self.owners, self.seed = owners, seed
         self.optimizers, self.is_whole = optimizers, is_whole
+        self.compression: ReplicaCompression | None = None
 
     @classmethod
     def deploy(

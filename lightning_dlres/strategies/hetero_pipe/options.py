@@ -11,6 +11,7 @@ from typing import Literal
 from lightning_dlres.core.checks import function, instance, timeout_seconds, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
+from lightning_dlres.pipeline.execute.replica_compression import gradient_codec_names
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, consecutive_replicas
 from lightning_dlres.pipeline.plan.planner import PlanConstraints
 from lightning_dlres.pipeline.plan.schedules.registry import (
@@ -44,6 +45,7 @@ class PipeOptions:
         memory_limit: Bytes for the model on a device, one size or one per rank; None derives the
             limit from the free memory.
         recompute: "auto", "never" or "always".
+        gradient_codec: Name of the codec of gradients between replicas; None for none.
         profile: Options of the profile.
         timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
         given_plan: The option `plan`, loaded.
@@ -62,6 +64,7 @@ class PipeOptions:
     emulate_speed: Sequence[float] | None = None
     memory_limit: MemoryLimit = None
     recompute: Recompute = "auto"
+    gradient_codec: str | None = None
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     timeout: float | str | timedelta = "10min"
     given_plan: PipelinePlan | None = field(init=False)
@@ -88,6 +91,10 @@ class PipeOptions:
         if self.recompute not in RECOMPUTE:
             rule = f"one of {', '.join(map(repr, RECOMPUTE))}"
             raise ConfigError(got_expected("recompute", self.recompute, rule, "recompute='auto'"))
+        if self.gradient_codec is not None and self.gradient_codec not in gradient_codec_names():
+            rule = f"None or one of {gradient_codec_names()}"
+            fix = "gradient_codec='int8'"
+            raise ConfigError(got_expected("gradient_codec", self.gradient_codec, rule, fix))
         instance(
             "profile", self.profile, (ProfileConfig,), "a ProfileConfig", "profile=ProfileConfig()"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
@@ -13,15 +14,22 @@ from torch import Tensor, nn
 
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.execute.buffers import BufferSync
+from lightning_dlres.pipeline.execute.compressed_gradients import CompressedGradientSync
 from lightning_dlres.pipeline.execute.gradients import GradientSync, make_groups
 from lightning_dlres.pipeline.execute.optimizers import require_owned
+from lightning_dlres.pipeline.execute.replica_compression import (
+    ReplicaCompression,
+    gradient_codec,
+)
 from lightning_dlres.pipeline.execute.runtime import Runtime
+from lightning_dlres.pipeline.plan.schedules.registry import AUTO
 from lightning_dlres.pipeline.stage.stage import Stage
+from lightning_dlres.strategies.compressed_ddp.optimizers import warn_about_few_bits
 from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
 from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import zeroes_every_step
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
-from lightning_dlres.strategies.hetero_pipe.precision import clipping_over_stages
+from lightning_dlres.strategies.hetero_pipe.precision import clipping_over_stages, enabled_scaler
 from lightning_dlres.strategies.hetero_pipe.step.gradient_reads import gradient_read_warning
 from lightning_dlres.strategies.hetero_pipe.step_runner import StepRunner
 
@@ -60,11 +68,18 @@ def make_runner(
     groups = make_groups(plan, deployment.owners, timedelta(seconds=timeout))
     for group in groups.values():
         undo.callback(dist.destroy_process_group, group)
+    compression = _open_compression(deployment, options=options, precision=precision, undo=undo)
+    deployment.compression = compression
 
     def make_sync(
         trainable: list[list[nn.Parameter]], non_pipelined: list[nn.Parameter]
     ) -> GradientSync:
-        return GradientSync(
+        make = (
+            GradientSync
+            if compression is None
+            else partial(CompressedGradientSync, compression=compression)
+        )
+        return make(
             trainable,
             non_pipelined,
             owners=deployment.owners,
@@ -136,6 +151,40 @@ def make_runner(
     # Calls outside of steps (a summary, generated samples) go through the pipeline on all ranks.
     undo.enter_context(context.pipelined.intercepted(runner.forward))
     return runner
+
+
+def _open_compression(
+    deployment: Deployment, *, options: PipeOptions, precision: Precision, undo: ExitStack
+) -> ReplicaCompression | None:
+    """Return the compression between replicas, or None if there is none; called by all ranks.
+
+    Args:
+        deployment: The model on this rank.
+        options: Options of the strategy.
+        precision: Precision plugin of the Trainer.
+        undo: Exit stack that is closed at the run's end, and then ends the compression.
+    """
+    plan, connection = deployment.plan, deployment.connection
+    is_training = bool(deployment.optimizers)
+    if options.gradient_codec is None or len(plan.replicas) == 1 or not is_training:
+        return None
+    codec = gradient_codec(options.gradient_codec)
+    if not codec.suits_adam:
+        warn_about_few_bits("gradient_codec", codec.name, deployment.optimizers, fix="SGD")
+    compression = ReplicaCompression(
+        codec,
+        layers=deployment.layers,
+        owners=deployment.owners,
+        plan=plan,
+        rank=connection.rank,
+        timeout=options.timeout_seconds,
+        check=connection.check,
+        # A step runs again if its records show that the schedule must change.
+        undoes_steps=options.schedule == AUTO,
+        undoes_windows=enabled_scaler(precision) is not None,
+    )
+    undo.callback(lambda: compression.close(orderly=not connection.failed))
+    return compression
 
 
 class _TrainableUpdater:

@@ -141,6 +141,7 @@ class StepRunner:
                 checked=checked,
             )
             if not self.loss_per_microbatch:
+                self.runtime.sync.undo_step()
                 step, result = self._run(before.args, seed, scale, fingerprint)
         loss, extra = self._apply_effects(step, result)
         delivered = with_gradients(loss, result.gradients, scale)

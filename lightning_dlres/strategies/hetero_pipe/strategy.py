@@ -3,7 +3,7 @@ LightningModule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -26,15 +26,11 @@ from lightning_dlres.pipeline.execute.partition import has_meta_tensors, residen
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
-from lightning_dlres.strategies.connected_strategy import ConnectedStrategy
+from lightning_dlres.strategies.hetero_pipe.checkpoints import PartitionedStrategy
 from lightning_dlres.strategies.hetero_pipe.data.loaders import share_loader, unsharded_loaders
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
 from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
-from lightning_dlres.strategies.hetero_pipe.options import (
-    MemoryLimit,
-    PipeOptions,
-    Recompute,
-)
+from lightning_dlres.strategies.hetero_pipe.options import MemoryLimit, PipeOptions, Recompute
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
 from lightning_dlres.strategies.hetero_pipe.precision import (
     enabled_scaler,
@@ -48,15 +44,12 @@ from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pi
 from lightning_dlres.strategies.hetero_pipe.step.single_device_view import sees_single_device
 from lightning_dlres.strategies.hetero_pipe.step.user_step import SplitBatch, StepContext
 from lightning_dlres.strategies.hetero_pipe.step_runner import StepRunner
-from lightning_dlres.strategies.hetero_pipe.unsupported_callbacks import (
-    refuse_callbacks,
-    refuse_dataloader_iter,
-)
+from lightning_dlres.strategies.hetero_pipe.unsupported_callbacks import refuse_unsupported
 
 PrecisionContext = Callable[[], AbstractContextManager[Any]]
 
 
-class HeteroPipeStrategy(ConnectedStrategy):
+class HeteroPipeStrategy(PartitionedStrategy):
     """Strategy that trains one model over several devices of different speed.
 
     A *replica* of the model has one device per stage and works as a pipeline. Several replicas
@@ -96,6 +89,10 @@ class HeteroPipeStrategy(ConnectedStrategy):
         recompute: "auto" runs layers again before their backward instead of keeping their saved
             tensors, where the memory limit needs it. "never" and "always" do so for no layer and
             for all. Results are bitwise the same.
+        gradient_codec: Name of the codec that compresses the gradients of layers between replicas,
+            such as "int8" or "fp16"; None compresses none. Gradients below 16 KiB, those of
+            parameters that several stages hold or that are outside of the layers, and those in
+            float64 are not compressed. With one replica it does nothing.
         profile: Options of the measurement of layers and links before training.
         timeout: Time that a rank waits for another before it ends the run, in seconds or as text
             such as "10min".
@@ -128,6 +125,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
         emulate_speed: Sequence[float] | None = None,
         memory_limit: MemoryLimit = None,
         recompute: Recompute = "auto",
+        gradient_codec: str | None = None,
         profile: ProfileConfig | None = None,
         timeout: float | str | timedelta = "10min",
         accelerator: Accelerator | None = None,
@@ -148,6 +146,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
             emulate_speed=emulate_speed,
             memory_limit=memory_limit,
             recompute=recompute,
+            gradient_codec=gradient_codec,
             profile=ProfileConfig() if profile is None else profile,
             timeout=timeout,
         )
@@ -160,7 +159,6 @@ class HeteroPipeStrategy(ConnectedStrategy):
             process_group_backend=process_group_backend,
             timeout=self._options.timeout_seconds,
         )
-        self._deployment: Deployment | None = None
         self._runner: StepRunner | PlainSteps | None = None
         self._made_on_meta: bool | None = None
         self._used_schedule: str = schedule
@@ -255,16 +253,8 @@ class HeteroPipeStrategy(ConnectedStrategy):
         if self.is_global_zero and self.world_size > 1:
             self._until_teardown.enter_context(unsharded_loaders(module, trainer.datamodule))  # type: ignore[attr-defined]
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and not module.automatic_optimization:
-            raise ConfigError(
-                f"automatic_optimization must be True for a pipeline, which schedules forward and "
-                f"backward itself, got False in {type(module).__name__}. Use automatic "
-                "optimization with one optimizer, or another strategy."
-            )
-        if fitting and not self._options.is_plain_training(self.world_size):
-            refuse_callbacks(trainer)
-        if not self._options.is_plain_training(self.world_size):
-            refuse_dataloader_iter(trainer, module)
+        is_plain = self._options.is_plain_training(self.world_size)
+        refuse_unsupported(trainer, module, is_plain=is_plain)
         self.model = self.precision_plugin.convert_module(module)
         is_whole = not self.restore_checkpoint_after_setup
         context = self._make_step_context()
@@ -299,6 +289,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
             barrier=self.barrier,
             undo=self._until_teardown,
         )
+        self._load_residuals()
 
     def _make_step_context(self) -> StepContext:
         module = self._module
@@ -374,10 +365,17 @@ class HeteroPipeStrategy(ConnectedStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
     ) -> Any:
-        if enabled_scaler(self.precision_plugin) is not None:
-            with overflow_shared(optimizer, closure, self._connected.any_rank) as closure:
-                return super().optimizer_step(optimizer, closure, model, **kwargs)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        scale = loss_scale(self.precision_plugin)
+        with ExitStack() as stack:
+            if enabled_scaler(self.precision_plugin) is not None:
+                shared = overflow_shared(optimizer, closure, self._connected.any_rank)
+                closure = stack.enter_context(shared)
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._deployment is not None and self._deployment.compression is not None:
+            # The gradient scaler lowers the scale when it skips a step.
+            is_skipped = loss_scale(self.precision_plugin) < scale
+            self._deployment.compression.end_window(is_skipped=is_skipped)
+        return result
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -393,37 +391,6 @@ class HeteroPipeStrategy(ConnectedStrategy):
         )
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = self._module.state_dict()
-        if self._deployment is None or (self._connection is None and self._deployment.is_whole):
-            return state
-        with self._short_timeout_after_failure(), self._mailbox_in_or_after_run() as mailbox:
-            return self._deployment.gather_model_state(state, mailbox)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        state = super().optimizer_state(optimizer)
-        if self._deployment is None or "state" not in state:
-            return state
-        with self._short_timeout_after_failure(), self._mailbox_in_or_after_run() as mailbox:
-            return self._deployment.gather_optimizer_state(optimizer, state, mailbox)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._deployment is None or not has_meta_tensors(self._module):
-            super().load_model_state_dict(checkpoint, strict)
-        else:
-            self._deployment.load_model_state(checkpoint["state_dict"], strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._deployment is not None
-        states = checkpoint["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=False):
-            self._deployment.load_optimizer_state(optimizer, state)
-
-    @override
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
@@ -436,7 +403,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
             if None not in (self._connection, self._deployment, self._runner):
                 self._deployment.end(orderly=not self._connection.failed)  # type: ignore[union-attr]
         self._used_schedule = self.schedule
-        self._connection, self._runner = None, None
+        self._connection, self._runner, self._saved_residuals = None, None, None
         for optimizer in self.optimizers:
             set_state_device(optimizer, torch.device("cpu"))
         if self._lightning_module is not None:

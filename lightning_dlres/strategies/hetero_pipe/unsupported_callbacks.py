@@ -1,4 +1,4 @@
-"""Refusal of callbacks and steps that cannot work with a pipeline, before the run starts."""
+"""Refusal of what cannot work with a pipeline, before the run starts: callbacks and steps."""
 
 from __future__ import annotations
 
@@ -48,6 +48,30 @@ _REASON_AND_FIX: dict[type[Callback], str] = {
     ),
     ModelPruning: f"{_ONE_STAGE}it compares weights of all stages. Prune the trained model",
 }
+
+
+def refuse_unsupported(trainer: Trainer, module: LightningModule, *, is_plain: bool) -> None:
+    """Raise if the module or a callback cannot work with a pipeline.
+
+    Args:
+        trainer: Trainer of the run.
+        module: The LightningModule.
+        is_plain: True if steps need no pipeline.
+
+    Raises:
+        ConfigError: If something cannot; the message names it and an alternative.
+    """
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    if fitting and not module.automatic_optimization:
+        raise ConfigError(
+            f"automatic_optimization must be True for a pipeline, which schedules forward and "
+            f"backward itself, got False in {type(module).__name__}. Use automatic "
+            "optimization with one optimizer, or another strategy."
+        )
+    if fitting and not is_plain:
+        refuse_callbacks(trainer)
+    if not is_plain:
+        refuse_dataloader_iter(trainer, module)
 
 
 def refuse_callbacks(trainer: Trainer) -> None:
