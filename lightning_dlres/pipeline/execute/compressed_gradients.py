@@ -106,12 +106,13 @@ class CompressedGradientSync(GradientSync):
             self._started += 1
         super().layer_done(position, buffer)
 
-    def finish(self, buffer: GradientBuffer) -> None:
-        super().finish(buffer)
+    def _wait(self, buffer: GradientBuffer) -> None:
+        # First the compressed gradients: their error names a rank that is late.
         for transfer in self._transfers:
             self._unpack(transfer, buffer)
         self._transfers.clear()
         self._started = 0
+        super()._wait(buffer)
 
     def _start(self, index: int, bucket: GradientBucket, buffer: GradientBuffer) -> None:
         parameters = [p for p in bucket.parameters if p in self._trained]

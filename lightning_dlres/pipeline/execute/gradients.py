@@ -156,6 +156,10 @@ class GradientSync:
         self.layer_done(0, buffer)
         for bucket in self._shared:
             self._launch(bucket, buffer)
+        self._wait(buffer)
+
+    def _wait(self, buffer: GradientBuffer) -> None:
+        """Wait for the sums of all buckets, and put them into the buffer."""
         for bucket, data, work in self._pending:
             wait_for_collective(
                 work,
