@@ -62,6 +62,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "emulate_speed": {"none"},
             "memory_limit": {"none", "digits"},
             "recompute": set(),
+            "gradient_codec": {"none"},
             "profile": {"none"},
             "timeout": {"fraction", "digits"},
             "process_group_backend": {"none"},
