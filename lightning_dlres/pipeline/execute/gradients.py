@@ -108,7 +108,10 @@ class GradientSync:
         for position, parameters in reversed(list(enumerate(layer_parameters))):
             for parameter in parameters:
                 first_position[parameter] = position
-        unshared = {p: None for p in first_position if owners[p] == (stage,)}
+        # Code outside of the layers may add a gradient after backward of the layers. A parameter
+        # that it uses too is therefore sent last, even if a single stage holds it.
+        late = set(non_pipelined)
+        unshared = {p: None for p in first_position if owners[p] == (stage,) and p not in late}
         self._buckets = (
             fill_buckets(list(unshared), first_position, (stage,), bucket_bytes)
             if (stage,) in groups

@@ -163,6 +163,24 @@ def test_missing_gradients_count_as_zero(pool: RankPool, skip: set[tuple[int, st
     assert_sums(pool, ((0, 1),), (2, 2), skip=frozenset(skip))
 
 
+def sync_used_outside(context: RankContext) -> Tensor:
+    """Return the sum for a weight that gets a gradient after backward has passed its layer."""
+    model = Model(tied=False)
+    model.again = model.net[0]
+    sync, _, _ = make_sync(context, model, PipelinePlan(replicas=((0,), (1,)), split=(4,)))
+    buffer, weight = GradientBuffer(), model.net[0].weight
+    buffer.add(weight, torch.ones_like(weight))
+    sync.layer_done(0, buffer)
+    buffer.add(weight, torch.full_like(weight, 10.0 * (1 + context.rank)))
+    sync.finish(buffer)
+    return buffer.gradients[weight]
+
+
+def test_a_layer_that_is_also_used_outside_is_sent_last(pool: RankPool) -> None:
+    for total in pool.run(sync_used_outside, 2):
+        assert torch.equal(total, torch.full((3, 3), 32.0))
+
+
 def sync_alone(context: RankContext) -> None:
     model = Model()
     sync, held, tracer = make_sync(context, model, PipelinePlan(replicas=((0,),), split=(4,)))
