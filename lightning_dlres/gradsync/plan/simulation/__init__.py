@@ -1,0 +1,1 @@
+"""Simulation of gradient synchronisation: the executor's graphs in virtual time."""

@@ -1,0 +1,319 @@
+"""Simulator of one step of gradient synchronisation: the executor's own graphs in virtual time.
+
+A rank has a queue of compute tasks with one thread, and a link with two directions. Tasks become
+ready by the rules of the executor: a task enters its queue when its predecessors are done, a send
+is done when its message is handed to the link, and a receive when the message has arrived. The
+simulation is deterministic.
+
+It leaves out time that a thread waits for a processor, and the coordinator's bytes on the links.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Literal
+
+from lightning_dlres.core.checks import one_of
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.gradsync.plan.costs import SyncCosts
+from lightning_dlres.gradsync.plan.graph import Graph, SyncTask, TaskKind, topology
+from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
+from lightning_dlres.gradsync.plan.simulation.clock import VirtualClock
+from lightning_dlres.gradsync.plan.simulation.links import MessageInFlight, SharedLinks
+from lightning_dlres.gradsync.plan.simulation.result import SimulatedSpan, SimulatedSync
+from lightning_dlres.gradsync.plan.simulation.sending import (
+    CoordinatedSending,
+    CoordinatorCosts,
+    DirectSending,
+    ReplayedSending,
+    SendingRule,
+)
+from lightning_dlres.gradsync.plan.simulation.tasks import SimulatedUnit, TaskTable
+from lightning_dlres.gradsync.plan.transmissions import Transfer, Transmission
+
+Coordinator = Literal["always", "replay", "none"]
+# Only one step is simulated.
+_STEP = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncStep:
+    """Inputs of a simulated step.
+
+    Attributes:
+        plan: Plan of the synchronisation.
+        costs: Measured costs.
+        payload_bytes: Bytes of a payload of each unit.
+        ready: For each rank, the time in seconds at which each gradient is ready, by name.
+            Gradients of one time are started together, in the order of the mapping.
+        slowdowns: For each rank, the factor of its compute tasks' times; None: 1 for all.
+        coordinator_costs: Times of the coordinator, if it is asked.
+    """
+
+    plan: SyncPlan
+    costs: SyncCosts
+    payload_bytes: Sequence[int]
+    ready: Sequence[Mapping[str, float]]
+    slowdowns: Sequence[float] | None = None
+    coordinator_costs: CoordinatorCosts = field(default_factory=CoordinatorCosts)
+
+    def __post_init__(self) -> None:
+        """Check the inputs.
+
+        Raises:
+            ConfigError: If an input does not fit the plan.
+        """
+        plan, size = self.plan, self.plan.world_size
+        topology(plan.topology)
+        if len(self.payload_bytes) != len(plan.units):
+            rule = f"one size for each of the plan's {len(plan.units)} units"
+            raise ConfigError(
+                got_expected("payload_bytes", list(self.payload_bytes), rule, "[65536] for one")
+            )
+        gradients = {unit.gradient for unit in plan.units}
+        if len(self.ready) != size or any(times.keys() != gradients for times in self.ready):
+            rule = f"the times of the plan's {len(gradients)} gradients for each of {size} ranks"
+            raise ConfigError(got_expected("ready", list(self.ready), rule, "[{'w': 0.0}] * 2"))
+        bandwidths = self.costs.links.bandwidths
+        if len(bandwidths) != size or min(bandwidths) <= 0:
+            rule = f"a positive number for each of {size} ranks"
+            raise ConfigError(got_expected("bandwidths", bandwidths, rule, "(25e6, 25e6)"))
+        slowdowns = self.slowdowns
+        if slowdowns is not None and (len(slowdowns) != size or min(slowdowns) <= 0):
+            rule = f"a positive factor for each of {size} ranks"
+            raise ConfigError(got_expected("slowdowns", slowdowns, rule, "(1.0, 2.0)"))
+        missing = {unit.codec for unit in plan.units} - self.costs.codecs.keys()
+        if missing:
+            rule = f"costs of all codecs of the plan, {sorted(missing)} included"
+            raise ConfigError(got_expected("codecs", sorted(self.costs.codecs), rule, "'raw' too"))
+
+
+def simulate(
+    step: SyncStep, *, coordinator: Coordinator = "none", is_traced: bool = False
+) -> SimulatedSync:
+    """Return the times of a step.
+
+    Args:
+        step: Plan, costs, and times of the gradients.
+        coordinator: "always" asks the coordinator when to send each payload; "replay" repeats the
+            order that it planned in an equal step before; "none" sends payloads at once.
+        is_traced: True keeps the spans of all tasks and messages.
+
+    Raises:
+        ConfigError: If `coordinator` is another word.
+    """
+    one_of("coordinator", coordinator, ("always", "replay", "none"), "coordinator='none'")
+    order = simulate(step, coordinator="always").order if coordinator == "replay" else None
+    return _Simulation(step, is_traced).run(coordinator, order)
+
+
+class _Simulation:
+    """State of one simulation."""
+
+    def __init__(self, step: SyncStep, is_traced: bool) -> None:
+        plan = step.plan
+        self._step, self._graph_of = step, topology(plan.topology)
+        self._clock = VirtualClock()
+        self._spans: list[SimulatedSpan] | None = [] if is_traced else None
+        self._links = SharedLinks(
+            self._clock,
+            step.costs.links,
+            self._arrive,
+            self._trace_message if is_traced else None,
+        )
+        self._rule: SendingRule
+        self._order: list[Transmission] = []
+        self._tables: dict[Graph, TaskTable] = {}
+        self._units: list[dict[int, SimulatedUnit]] = [{} for _ in range(plan.world_size)]
+        self._unfinished = [len(plan.units)] * plan.world_size
+        self._slowdowns = step.slowdowns or [1.0] * plan.world_size
+        self._seconds = [_task_seconds(step.costs, unit.codec, unit.count) for unit in plan.units]
+        # Time at which each rank's compute thread has done all that is queued.
+        self._compute_free = [0.0] * plan.world_size
+        self._compute_busy = [0.0] * plan.world_size
+        self._finish = [max(times.values(), default=0.0) for times in step.ready]
+        # Payloads that have become ready at this time, by rank.
+        self._ready: dict[int, list[Transfer]] = defaultdict(list)
+
+    def run(self, coordinator: Coordinator, order: Sequence[Transmission] | None) -> SimulatedSync:
+        """Run the step; `order` has the messages to repeat."""
+        coordinated = None
+        if order is not None:
+            self._rule = ReplayedSending(order, self._hand_over)
+        elif coordinator == "always":
+            coordinated = CoordinatedSending(
+                self._clock, self._step.coordinator_costs, self._hand_over
+            )
+            self._rule = coordinated
+        else:
+            self._rule = DirectSending(self._hand_over)
+        backward_ends = list(self._finish)
+        self._schedule_starts()
+        while self._clock.run_instant():
+            while self._ready:
+                ready, self._ready = self._ready, defaultdict(list)
+                for rank, transfers in ready.items():
+                    self._rule.take(rank, transfers)
+            self._links.settle()
+        waiting = [rank for rank, count in enumerate(self._unfinished) if count]
+        if waiting:
+            raise RuntimeError(f"The simulated step deadlocks: ranks {waiting} have open units.")
+        return SimulatedSync(
+            finish=tuple(self._finish),
+            exposed=tuple(
+                finish - end for finish, end in zip(self._finish, backward_ends, strict=True)
+            ),
+            compute_busy=tuple(self._compute_busy),
+            sending_busy=self._links.sending_seconds,
+            receiving_busy=self._links.receiving_seconds,
+            messages=self._links.messages,
+            reports=coordinated.reports if coordinated is not None else 0,
+            order=tuple(self._order if coordinated is None else coordinated.log),
+            spans=tuple(sorted(self._spans or (), key=lambda span: (span.end, span.start))),
+        )
+
+    def _schedule_starts(self) -> None:
+        units = defaultdict(list)
+        for unit in self._step.plan.units:
+            units[unit.gradient].append(unit.index)
+        for rank, times in enumerate(self._step.ready):
+            in_order = sorted(times, key=times.__getitem__)
+            for time, names in groupby(in_order, key=times.__getitem__):
+                indices = [index for name in names for index in units[name]]
+                self._clock.at(time, self._start, (rank, indices))
+
+    def _start(self, started: tuple[int, list[int]]) -> None:
+        """Start units whose gradients are ready, then deliver what has arrived before."""
+        rank, indices = started
+        units = [self._unit(rank, index) for index in indices]
+        for unit in units:
+            unit.has_started = True
+            for position in unit.table.initial:
+                self._enqueue(unit, position)
+        for unit in units:
+            for position in unit.early:
+                self._done(unit, position)
+
+    def _unit(self, rank: int, index: int) -> SimulatedUnit:
+        """Return a unit of a rank, which is made at its start or with its first payload."""
+        unit = self._units[rank].get(index)
+        if unit is None:
+            plan = self._step.plan
+            graph = self._graph_of(rank, plan.world_size, plan.units[index].owner)
+            table = self._tables.get(graph)
+            if table is None:
+                table = self._tables[graph] = TaskTable(graph)
+            unit = self._units[rank][index] = SimulatedUnit(rank, index, table)
+        return unit
+
+    def _enqueue(self, unit: SimulatedUnit, position: int) -> None:
+        """Put a ready task into the queue of its kind."""
+        task, rank = unit.table.graph[position], unit.rank
+        if task.kind is TaskKind.SEND:
+            assert task.peer is not None
+            entry = _STEP, unit.unit, int(task.part)
+            nbytes = self._step.payload_bytes[unit.unit]
+            self._ready[rank].append(Transfer(rank, task.peer, entry, nbytes))
+            return
+        seconds = self._seconds[unit.unit].of(task, rank) * self._slowdowns[rank]
+        start = max(self._clock.now, self._compute_free[rank])
+        end = self._compute_free[rank] = start + seconds
+        self._compute_busy[rank] += seconds
+        if self._spans is not None:
+            self._spans.append(
+                SimulatedSpan(
+                    rank, task.kind.value, start, end, (unit.unit,), task.peer, int(task.part)
+                )
+            )
+        self._clock.at(end, self._compute_done, (unit, position))
+
+    def _compute_done(self, task: tuple[SimulatedUnit, int]) -> None:
+        self._done(*task)
+
+    def _done(self, unit: SimulatedUnit, position: int) -> None:
+        """Mark a task as done, and queue the tasks that it makes ready."""
+        pending = unit.pending
+        for successor in unit.table.successors[position]:
+            pending[successor] -= 1
+            if not pending[successor]:
+                self._enqueue(unit, successor)
+        unit.unfinished -= 1
+        if not unit.unfinished:
+            rank = unit.rank
+            del self._units[rank][unit.unit]
+            self._unfinished[rank] -= 1
+            if not self._unfinished[rank]:
+                self._finish[rank] = self._clock.now
+
+    def _hand_over(self, message: Transmission) -> None:
+        """Send a message; its send tasks are done."""
+        self._order.append(message)
+        nbytes = 0
+        for _, index, part in message.entries:
+            nbytes += self._step.payload_bytes[index]
+            unit = self._units[message.source][index]
+            self._done(unit, unit.table.sends[message.destination, part])
+        self._links.send(
+            MessageInFlight(message.source, message.destination, message.entries, nbytes)
+        )
+
+    def _arrive(self, message: MessageInFlight) -> None:
+        """Deliver a message; payloads of units that have not started wait for their start."""
+        for _, index, part in message.entries:
+            unit = self._unit(message.destination, index)
+            position = unit.table.receives[message.source, part]
+            if unit.has_started:
+                self._done(unit, position)
+            else:
+                unit.early.append(position)
+        self._rule.arrived(message)
+
+    def _trace_message(self, message: MessageInFlight, is_sending: bool) -> None:
+        assert self._spans is not None
+        rank, peer = message.source, message.destination
+        if not is_sending:
+            rank, peer = peer, rank
+        self._spans.append(
+            SimulatedSpan(
+                rank,
+                "send" if is_sending else "receive",
+                message.started,
+                self._clock.now,
+                tuple(index for _, index, _ in message.entries),
+                peer,
+                message.entries[0][2],
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _TaskSeconds:
+    """Seconds of one unit's compute tasks."""
+
+    encode: float
+    merge: float
+    own_merge: float
+    decode: float
+
+    def of(self, task: SyncTask, rank: int) -> float:
+        """Return the seconds of a task of a rank."""
+        if task.kind is TaskKind.ENCODE:
+            return self.encode
+        if task.kind is TaskKind.DECODE:
+            return self.decode
+        return self.own_merge if task.peer == rank else self.merge
+
+
+def _task_seconds(costs: SyncCosts, codec: str, count: int) -> _TaskSeconds:
+    """Return the seconds of a unit's tasks. A rank's own gradient is merged without decoding."""
+    codec_costs = costs.codecs[codec]
+    own = costs.codecs.get(RAW, codec_costs)
+    return _TaskSeconds(
+        encode=codec_costs.encode.seconds(count),
+        merge=codec_costs.merge.seconds(count),
+        own_merge=own.merge.seconds(count),
+        decode=codec_costs.decode.seconds(count),
+    )
