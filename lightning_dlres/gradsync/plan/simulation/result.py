@@ -18,18 +18,16 @@ class SimulatedSpan:
         name: "encode", "merge", "decode", "send" or "receive".
         start: Start in seconds.
         end: End in seconds.
-        units: Units of the task or of the message.
+        payloads: Unit and number of the `Part` of the task, or of each payload of the message.
         peer: The other rank of a message, or the rank whose gradient is merged; else None.
-        part: Number of the `Part` of a compute task, or of a message's first payload.
     """
 
     rank: int
     name: str
     start: float
     end: float
-    units: tuple[int, ...]
+    payloads: tuple[tuple[int, int], ...]
     peer: int | None
-    part: int
 
     @property
     def is_transfer(self) -> bool:
@@ -90,12 +88,12 @@ class SimulatedSync:
 def _trace_span(span: SimulatedSpan) -> Span:
     preposition = "to" if span.name == "send" else "from"
     thread = f"{span.name} {preposition} {span.peer}" if span.is_transfer else "compute"
-    first = span.units[0]
+    unit, part = span.payloads[0]
     return Span(
         name=span.name,
         category="transfer" if span.is_transfer else "compute",
         start_ns=round(1e9 * span.start),
         end_ns=round(1e9 * span.end),
         thread=thread,
-        args={"unit": first, "units": len(span.units), "part": span.part, "peer": span.peer},
+        args={"unit": unit, "part": part, "peer": span.peer, "units": len(span.payloads)},
     )

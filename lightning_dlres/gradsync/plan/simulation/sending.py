@@ -141,6 +141,10 @@ def direct_messages(
         transfers: Payloads of one rank and one step that are ready at the same time.
         message_bytes: Bytes from which a message takes no more payloads.
     """
+    if len(transfers) == 1:
+        # The usual case, and the fast one.
+        (only,) = transfers
+        return [Transmission(only.source, only.destination, (only.entry,))]
     by_destination: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         by_destination[transfer.destination].append(transfer)

@@ -126,7 +126,9 @@ class _Simulation:
         )
         self._rule: SendingRule
         self._order: list[Transmission] = []
+        # Tasks by graph, and by rank and owner.
         self._tables: dict[Graph, TaskTable] = {}
+        self._table_of: dict[tuple[int, int], TaskTable] = {}
         self._units: list[dict[int, SimulatedUnit]] = [{} for _ in range(plan.world_size)]
         self._unfinished = [len(plan.units)] * plan.world_size
         self._slowdowns = step.slowdowns or [1.0] * plan.world_size
@@ -201,13 +203,20 @@ class _Simulation:
         """Return a unit of a rank, which is made at its start or with its first payload."""
         unit = self._units[rank].get(index)
         if unit is None:
-            plan = self._step.plan
-            graph = self._graph_of(rank, plan.world_size, plan.units[index].owner)
+            table = self._table(rank, self._step.plan.units[index].owner)
+            unit = self._units[rank][index] = SimulatedUnit(rank, index, table)
+        return unit
+
+    def _table(self, rank: int, owner: int) -> TaskTable:
+        """Return the tasks of a rank. Ranks with equal graphs share one table."""
+        table = self._table_of.get((rank, owner))
+        if table is None:
+            graph = self._graph_of(rank, self._step.plan.world_size, owner)
             table = self._tables.get(graph)
             if table is None:
                 table = self._tables[graph] = TaskTable(graph)
-            unit = self._units[rank][index] = SimulatedUnit(rank, index, table)
-        return unit
+            self._table_of[rank, owner] = table
+        return table
 
     def _enqueue(self, unit: SimulatedUnit, position: int) -> None:
         """Put a ready task into the queue of its kind."""
@@ -225,7 +234,7 @@ class _Simulation:
         if self._spans is not None:
             self._spans.append(
                 SimulatedSpan(
-                    rank, task.kind.value, start, end, (unit.unit,), task.peer, int(task.part)
+                    rank, task.kind.value, start, end, ((unit.unit, int(task.part)),), task.peer
                 )
             )
         self._clock.at(end, self._compute_done, (unit, position))
@@ -282,9 +291,8 @@ class _Simulation:
                 "send" if is_sending else "receive",
                 message.started,
                 self._clock.now,
-                tuple(index for _, index, _ in message.entries),
+                tuple((index, part) for _, index, part in message.entries),
                 peer,
-                message.entries[0][2],
             )
         )
 
