@@ -1,0 +1,286 @@
+"""Gradient synchronisation on many hosts, simulated from costs: efficiency at 4 to 1024 hosts.
+
+    python -m benchmarks.gradsync_scale           about 4 minutes
+    python -m benchmarks.gradsync_scale --real    real steps of 2, 3 and 4 hosts over simulated ones
+    python -m benchmarks.gradsync_scale --quick   few hosts: the figures mean little
+
+The efficiency is the step of one host over the step with synchronisation, as samples per host do
+not change. The costs are stated, not measured: see `STATED`. With `--real`, costs, plans and times
+of backward are measured on a testbed, which needs root (see benchmarks/support/testbed).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.support.command import Figures, conclude_on_testbed, flags
+from benchmarks.support.gradsync_scale_rank import LARGE, SMALL
+from benchmarks.support.rank_starter import RankStarter
+from benchmarks.support.ranks import Ranks
+from benchmarks.support.report import at_least, at_most, conclude, table
+from benchmarks.support.testbed import Host, Testbed
+from lightning_dlres.codecs import base as registry
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.gradsync.plan.costs import CodecCosts, LinearCost, LinkCosts, SyncCosts
+from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
+from lightning_dlres.gradsync.plan.simulation.sending import CoordinatorCosts
+from lightning_dlres.gradsync.plan.simulation.simulator import SyncStep, simulate
+from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit, partitions_for
+from lightning_dlres.kernels.gradients.layout import BLOCK
+
+NAME = "gradsync_scale"
+RANK = "benchmarks.support.gradsync_scale_rank"
+NODES, QUICK_NODES = (4, 16, 64, 256, 1024), (2, 4, 8)
+# Codec and topology of each contender. The ring of raw units is what DDP does with its buckets.
+CONTENDERS = {"raw, ring": (RAW, "ring"), "tbq, ps": ("tbq", "ps"), "onebit, ps": ("onebit", "ps")}
+# Ranks among which gradients are cut for a parameter server. More units than these have only more
+# fixed times. A ring needs a unit for each rank, as all ranks send from the start.
+_MOST_SHARERS = 64
+# Seconds in which 1024 hosts must be simulated.
+_TARGET_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stated:
+    """Costs of the simulated hosts.
+
+    Attributes:
+        elements: Elements of each gradient.
+        gradients: Number of gradients.
+        forward_seconds: Time of forward and of the optimizer, without synchronisation.
+        backward_seconds: Time of backward, in which the gradients become ready at equal distances.
+        bandwidth: Bytes per second of a link, in each direction.
+        message_seconds: Fixed seconds of a message.
+        latency_seconds: Further seconds of a message on its way.
+        task_seconds: Fixed seconds of a compute task.
+        element_seconds: Seconds of an element in a compute task.
+    """
+
+    elements: int = 1 << 18
+    gradients: int = 100
+    forward_seconds: float = 0.05
+    backward_seconds: float = 0.1
+    bandwidth: float = 10e9 / 8
+    message_seconds: float = 20e-6
+    latency_seconds: float = 20e-6
+    task_seconds: float = 10e-6
+    element_seconds: float = 0.1e-9
+
+
+# 105 MB of gradients, links of 10 Gbit/s, and codecs on a GPU that reads a gradient at 40 GB/s.
+STATED = Stated()
+REAL_HOSTS, RATE_MBIT, WARMUP, STEPS = (2, 3, 4), 200, 6, 8
+# Algorithm and options of each real contender.
+REAL_CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "raw, ring": (RAW, {"topology": "ring"}),
+    "raw, ps": (RAW, {}),
+    "tbq, ps": ("tbq", {}),
+    "tbq, ring": ("tbq", {"topology": "ring"}),
+    "onebit, ps": ("onebit", {}),
+    "tbq, ps, always": ("tbq", {"coordinator": "always"}),
+    "tbq, ps, replay": ("tbq", {"coordinator": "replay"}),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate, print, and return the exit status."""
+    arguments = flags(
+        NAME,
+        __doc__,
+        argv,
+        quick="few hosts: the figures mean little",
+        others={"real": "compare the simulation with real steps on a testbed"},
+    )
+    if arguments.real:
+        rounds = 1 if arguments.quick else 3
+        return conclude_on_testbed(NAME, lambda: compare(rounds))
+    checks, raw = scale(QUICK_NODES if arguments.quick else NODES)
+    conclude(NAME, checks, raw)
+    return 0
+
+
+def scale(nodes: Sequence[int], stated: Stated = STATED) -> Figures:
+    """Simulate all contenders on each number of hosts."""
+    alone = stated.forward_seconds + stated.backward_seconds
+    efficiency: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    walls: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for count in nodes:
+        for name, (codec, topology) in CONTENDERS.items():
+            step = stated_step(count, codec, topology, stated)
+            start = time.process_time()
+            seconds = stated.forward_seconds + simulate(step).seconds
+            walls[name].append(time.process_time() - start)
+            efficiency[name].append(alone / seconds)
+    rows = [[count, *(efficiency[name][i] for name in CONTENDERS)] for i, count in enumerate(nodes)]
+    print(f"{stated}\n\nEfficiency: step of one host / step with synchronisation")
+    print(table(["hosts", *CONTENDERS], rows))
+    checks = {
+        f"{nodes[-1]} hosts: processor seconds of {name}": at_most(walls[name][-1], _TARGET_SECONDS)
+        for name in CONTENDERS
+        if CONTENDERS[name][1] == "ps"
+    }
+    for name in ("tbq, ps", "onebit, ps"):
+        ratio = efficiency[name][-1] / efficiency["raw, ring"][-1]
+        checks[f"{nodes[-1]} hosts: {name} over raw, ring"] = at_least(ratio, 1.0)
+    return checks, {"nodes": list(nodes), "efficiency": efficiency, "processor_seconds": walls}
+
+
+def stated_step(world_size: int, codec: str, topology: str, stated: Stated) -> SyncStep:
+    """Return the step of equal hosts with the stated costs."""
+    gradients = [
+        GradientSpec(name=f"gradient {i}", count=stated.elements) for i in range(stated.gradients)
+    ]
+    total = stated.elements * stated.gradients
+    if topology == "ring":
+        partitions = -(-world_size // stated.gradients)
+    else:
+        partitions = partitions_for(stated.elements, total, min(world_size, _MOST_SHARERS))
+    plan = make_plan(
+        gradients,
+        [CodecChoice(codec=codec, partitions=partitions)] * len(gradients),
+        world_size=world_size,
+        topology=topology,
+        alignment=BLOCK,
+    )
+    task = LinearCost(fixed_seconds=stated.task_seconds, seconds_per_item=stated.element_seconds)
+    free = LinearCost(fixed_seconds=0.0, seconds_per_item=0.0)
+    costs = SyncCosts(
+        codecs={
+            RAW: CodecCosts(encode=free, merge=task, decode=task),
+            codec: CodecCosts(encode=free if codec == RAW else task, merge=task, decode=task),
+        },
+        links=LinkCosts(
+            message_seconds=stated.message_seconds,
+            bandwidths=(stated.bandwidth,) * world_size,
+            latency_seconds=stated.latency_seconds,
+        ),
+        all_reduce=free,
+    )
+    ready = {
+        gradient.name: stated.backward_seconds * (i + 1) / len(gradients)
+        for i, gradient in enumerate(gradients)
+    }
+    return SyncStep(
+        plan=plan, costs=costs, payload_bytes=payload_bytes(plan), ready=[ready] * world_size
+    )
+
+
+def payload_bytes(plan: SyncPlan) -> list[int]:
+    """Return the bytes of a payload of each unit, with the codecs' default options."""
+    sizes = []
+    for unit in plan.units:
+        codec = None if unit.codec == RAW else registry.codec(unit.codec)
+        assert codec is None or isinstance(codec, GradientCodec)
+        sizes.append(4 * unit.count if codec is None else codec.payload_bytes(unit.count))
+    return sizes
+
+
+def compare(rounds: int) -> Figures:
+    """Train on 2, 3 and 4 hosts, and simulate the same plans with costs of the same run."""
+    columns = ["hosts", "contender", "real / simulated", "backward ms", "real ms", "simulated ms"]
+    columns += ["compute ms", "sending ms"]
+    rows: list[list[Any]] = []
+    costs: dict[int, str] = {}
+    for hosts in REAL_HOSTS:
+        with Testbed([Host(rate=f"{RATE_MBIT}mbit") for _ in range(hosts)]) as bed:
+            ranks = Ranks(RankStarter(bed, [RANK]), RANK, hosts, timeout=300.0)
+            measured, coordinator_costs = costs_of(ranks.ask({"measure": ["tbq", "onebit"]}))
+            costs[hosts] = f"{measured} {coordinator_costs}"
+            answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in REAL_CONTENDERS}
+            for number in range(1 + rounds):
+                for name, (algorithm, options) in REAL_CONTENDERS.items():
+                    order = {"contender": name, "algorithm": algorithm, "options": options}
+                    steps = STEPS if number else WARMUP
+                    replies = ranks.ask({**order, "steps": steps})
+                    if number:
+                        answers[name].append(replies)
+            ranks.close()
+        for name, (_, options) in REAL_CONTENDERS.items():
+            real = statistics.median(
+                max(times)
+                for replies in answers[name]
+                for times in zip(*(reply["seconds"] for reply in replies), strict=True)
+            )
+            step = real_step(answers[name][0], options, measured, coordinator_costs)
+            result = simulate(step, coordinator=options.get("coordinator", "none"))
+            backward = max(max(times.values()) for times in step.ready)
+            busy = max(result.compute_busy), max(result.sending_busy)
+            figures = [1e3 * x for x in (backward, real, result.seconds, *busy)]
+            rows.append([hosts, name, real / result.seconds, *figures])
+            print(table(columns, rows[-1:]), flush=True)
+    print(table(columns, rows))
+    checks = {
+        f"{hosts} hosts, {name}: real over simulated": at_most(ratio, 1.25)
+        for hosts, name, ratio, *_ in rows
+    }
+    return checks, {"rows": rows, "costs": costs, "rounds": rounds}
+
+
+def costs_of(replies: Sequence[Mapping[str, Any]]) -> tuple[SyncCosts, CoordinatorCosts]:
+    """Return the costs that all ranks have measured: the slowest tasks, and each rank's link."""
+
+    def slowest(key: str) -> float:
+        return max(reply[key] for reply in replies)
+
+    codecs = {}
+    for name in replies[0]["codecs"]:
+        small, large = (
+            [max(reply["codecs"][name][size][task] for reply in replies) for task in range(3)]
+            for size in range(2)
+        )
+        lines = [_line(a, b) for a, b in zip(small, large, strict=True)]
+        codecs[name] = CodecCosts(encode=lines[0], merge=lines[1], decode=lines[2])
+    small_seconds, burst = slowest("small"), slowest("burst")
+    bandwidths = [
+        reply["large_bytes"] / max(reply["large"] - small_seconds, reply["large"] / 2)
+        for reply in replies
+    ]
+    links = LinkCosts(
+        message_seconds=burst,
+        # The hosts are equal, and a rank's time also has its neighbour's.
+        bandwidths=(statistics.median(bandwidths),) * len(replies),
+        latency_seconds=max(small_seconds - burst, 0.0),
+    )
+    unknown = LinearCost(fixed_seconds=0.0, seconds_per_item=0.0)
+    coordinator = CoordinatorCosts(
+        report_seconds=small_seconds,
+        plan_seconds=small_seconds,
+        # The coordinator hands a plan over to each other rank.
+        handling_seconds=(len(replies) - 1) * slowest("call"),
+    )
+    return SyncCosts(codecs=codecs, links=links, all_reduce=unknown), coordinator
+
+
+def real_step(
+    replies: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    costs: SyncCosts,
+    coordinator_costs: CoordinatorCosts,
+) -> SyncStep:
+    """Return the step of a real training, with its own plan and times of backward."""
+    units = tuple(
+        SyncUnit(index=i, gradient=gradient, start=start, stop=stop, codec=codec, owner=owner)
+        for i, (gradient, start, stop, codec, owner) in enumerate(replies[0]["units"])
+    )
+    plan = SyncPlan(world_size=len(replies), topology=options.get("topology", "ps"), units=units)
+    return SyncStep(
+        plan=plan,
+        costs=costs,
+        payload_bytes=payload_bytes(plan),
+        ready=[reply["ready"] for reply in replies],
+        coordinator_costs=coordinator_costs,
+    )
+
+
+def _line(small: float, large: float) -> LinearCost:
+    """Return the cost through the seconds of `SMALL` and of `LARGE` elements."""
+    slope = max(large - small, 0.0) / (LARGE - SMALL)
+    return LinearCost(fixed_seconds=max(small - SMALL * slope, 0.0), seconds_per_item=slope)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
