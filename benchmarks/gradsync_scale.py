@@ -28,7 +28,7 @@ from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.gradsync.plan.costs import CodecCosts, LinearCost, LinkCosts, SyncCosts
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.simulation.sending import CoordinatorCosts
-from lightning_dlres.gradsync.plan.simulation.simulator import SyncStep, simulate
+from lightning_dlres.gradsync.plan.simulation.simulator import SimulatedStep, simulate
 from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit, partitions_for
 from lightning_dlres.kernels.gradients.layout import BLOCK
 
@@ -40,6 +40,8 @@ CONTENDERS = {"raw, ring": (RAW, "ring"), "tbq, ps": ("tbq", "ps"), "onebit, ps"
 # Ranks among which gradients are cut for a parameter server. More units than these have only more
 # fixed times. A ring needs a unit for each rank, as all ranks send from the start.
 _MOST_SHARERS = 64
+# Largest ratio of real and simulated steps, and its inverse.
+_MOST_RATIO = 1.25
 # Seconds in which 1024 hosts must be simulated.
 _TARGET_SECONDS = 60.0
 
@@ -73,7 +75,7 @@ class Stated:
 
 # 105 MB of gradients, links of 10 Gbit/s, and codecs on a GPU that reads a gradient at 40 GB/s.
 STATED = Stated()
-REAL_HOSTS, RATE_MBIT, WARMUP, STEPS = (2, 3, 4), 200, 6, 8
+REAL_HOSTS, RATE_MBIT, WARMUP, STEPS = (2, 3, 4), 200, 6, 5
 # Algorithm and options of each real contender.
 REAL_CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "raw, ring": (RAW, {"topology": "ring"}),
@@ -129,7 +131,7 @@ def scale(nodes: Sequence[int], stated: Stated = STATED) -> Figures:
     return checks, {"nodes": list(nodes), "efficiency": efficiency, "processor_seconds": walls}
 
 
-def stated_step(world_size: int, codec: str, topology: str, stated: Stated) -> SyncStep:
+def stated_step(world_size: int, codec: str, topology: str, stated: Stated) -> SimulatedStep:
     """Return the step of equal hosts with the stated costs."""
     gradients = [
         GradientSpec(name=f"gradient {i}", count=stated.elements) for i in range(stated.gradients)
@@ -164,7 +166,7 @@ def stated_step(world_size: int, codec: str, topology: str, stated: Stated) -> S
         gradient.name: stated.backward_seconds * (i + 1) / len(gradients)
         for i, gradient in enumerate(gradients)
     }
-    return SyncStep(
+    return SimulatedStep(
         plan=plan, costs=costs, payload_bytes=payload_bytes(plan), ready=[ready] * world_size
     )
 
@@ -181,43 +183,57 @@ def payload_bytes(plan: SyncPlan) -> list[int]:
 
 def compare(rounds: int) -> Figures:
     """Train on 2, 3 and 4 hosts, and simulate the same plans with costs of the same run."""
-    columns = ["hosts", "contender", "real / simulated", "backward ms", "real ms", "simulated ms"]
-    columns += ["compute ms", "sending ms"]
+    columns = ["hosts", "contender", "real / simulated", "backward ms", "real ms", "median ms"]
+    columns += ["simulated ms", "compute ms", "sending ms"]
     rows: list[list[Any]] = []
     costs: dict[int, str] = {}
     for hosts in REAL_HOSTS:
-        with Testbed([Host(rate=f"{RATE_MBIT}mbit") for _ in range(hosts)]) as bed:
-            ranks = Ranks(RankStarter(bed, [RANK]), RANK, hosts, timeout=300.0)
-            measured, coordinator_costs = costs_of(ranks.ask({"measure": ["tbq", "onebit"]}))
-            costs[hosts] = f"{measured} {coordinator_costs}"
-            answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in REAL_CONTENDERS}
-            for number in range(1 + rounds):
-                for name, (algorithm, options) in REAL_CONTENDERS.items():
-                    order = {"contender": name, "algorithm": algorithm, "options": options}
-                    steps = STEPS if number else WARMUP
-                    replies = ranks.ask({**order, "steps": steps})
-                    if number:
-                        answers[name].append(replies)
-            ranks.close()
+        measured, answers = train(hosts, rounds)
+        sync_costs, coordinator_costs = costs_of(measured)
+        costs[hosts] = f"{sync_costs} {coordinator_costs}"
         for name, (_, options) in REAL_CONTENDERS.items():
-            real = statistics.median(
-                max(times)
-                for replies in answers[name]
-                for times in zip(*(reply["seconds"] for reply in replies), strict=True)
+            steps = [step for replies in answers[name] for step in steps_of(replies)]
+            real, ready = min(steps, key=lambda step: step[0])
+            units = answers[name][0][0]["units"]
+            result = simulate(
+                real_step(units, ready, options, sync_costs, coordinator_costs),
+                coordinator=options.get("coordinator", "none"),
             )
-            step = real_step(answers[name][0], options, measured, coordinator_costs)
-            result = simulate(step, coordinator=options.get("coordinator", "none"))
-            backward = max(max(times.values()) for times in step.ready)
-            busy = max(result.compute_busy), max(result.sending_busy)
-            figures = [1e3 * x for x in (backward, real, result.seconds, *busy)]
-            rows.append([hosts, name, real / result.seconds, *figures])
-            print(table(columns, rows[-1:]), flush=True)
-    print(table(columns, rows))
+            seconds = [
+                max(max(times.values()) for times in ready),
+                real,
+                statistics.median(step[0] for step in steps),
+                result.seconds,
+                max(result.compute_busy),
+                max(result.sending_busy),
+            ]
+            rows.append([hosts, name, real / result.seconds, *(1e3 * x for x in seconds)])
+        print(table(columns, rows[-len(REAL_CONTENDERS) :]), flush=True)
     checks = {
-        f"{hosts} hosts, {name}: real over simulated": at_most(ratio, 1.25)
+        f"{hosts} hosts, {name}: real over simulated, or its inverse": at_most(
+            max(ratio, 1 / ratio), _MOST_RATIO
+        )
         for hosts, name, ratio, *_ in rows
     }
     return checks, {"rows": rows, "costs": costs, "rounds": rounds}
+
+
+def train(
+    hosts: int, rounds: int
+) -> tuple[list[dict[str, Any]], dict[str, list[list[dict[str, Any]]]]]:
+    """Return the measured costs of all ranks, and each contender's answers by round and rank."""
+    answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in REAL_CONTENDERS}
+    with Testbed([Host(rate=f"{RATE_MBIT}mbit") for _ in range(hosts)]) as bed:
+        ranks = Ranks(RankStarter(bed, [RANK]), RANK, hosts, timeout=300.0)
+        measured = ranks.ask({"measure": ["tbq", "onebit"]})
+        for number in range(1 + rounds):
+            for name, (algorithm, options) in REAL_CONTENDERS.items():
+                order = {"contender": name, "algorithm": algorithm, "options": options}
+                replies = ranks.ask({**order, "steps": STEPS if number else WARMUP})
+                if number:
+                    answers[name].append(replies)
+        ranks.close()
+    return measured, answers
 
 
 def costs_of(replies: Sequence[Mapping[str, Any]]) -> tuple[SyncCosts, CoordinatorCosts]:
@@ -255,23 +271,35 @@ def costs_of(replies: Sequence[Mapping[str, Any]]) -> tuple[SyncCosts, Coordinat
     return SyncCosts(codecs=codecs, links=links, all_reduce=unknown), coordinator
 
 
+def steps_of(replies: Sequence[Mapping[str, Any]]) -> list[tuple[float, list[dict[str, float]]]]:
+    """Return each step's seconds on the slowest rank, and the times of the gradients by rank."""
+    return [
+        (
+            max(reply["seconds"][number] for reply in replies),
+            [{name: times[number] for name, times in reply["ready"].items()} for reply in replies],
+        )
+        for number in range(len(replies[0]["seconds"]))
+    ]
+
+
 def real_step(
-    replies: Sequence[Mapping[str, Any]],
+    rows: Sequence[Sequence[Any]],
+    ready: Sequence[Mapping[str, float]],
     options: Mapping[str, Any],
     costs: SyncCosts,
     coordinator_costs: CoordinatorCosts,
-) -> SyncStep:
+) -> SimulatedStep:
     """Return the step of a real training, with its own plan and times of backward."""
     units = tuple(
         SyncUnit(index=i, gradient=gradient, start=start, stop=stop, codec=codec, owner=owner)
-        for i, (gradient, start, stop, codec, owner) in enumerate(replies[0]["units"])
+        for i, (gradient, start, stop, codec, owner) in enumerate(rows)
     )
-    plan = SyncPlan(world_size=len(replies), topology=options.get("topology", "ps"), units=units)
-    return SyncStep(
+    plan = SyncPlan(world_size=len(ready), topology=options.get("topology", "ps"), units=units)
+    return SimulatedStep(
         plan=plan,
         costs=costs,
         payload_bytes=payload_bytes(plan),
-        ready=[reply["ready"] for reply in replies],
+        ready=ready,
         coordinator_costs=coordinator_costs,
     )
 

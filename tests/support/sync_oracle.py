@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_dlres.gradsync.plan.graph import SyncTask, TaskKind, topology
-from lightning_dlres.gradsync.plan.simulation.simulator import SyncStep
+from lightning_dlres.gradsync.plan.simulation.simulator import SimulatedStep
 
 # Differences of times below this are rounding.
 _ROUNDING = 1e-9
@@ -39,7 +39,7 @@ class _Message:
 
 
 class _NaiveSimulation:
-    def __init__(self, step: SyncStep) -> None:
+    def __init__(self, step: SimulatedStep) -> None:
         self.step, self.now = step, 0.0
         plan, graph_of = step.plan, topology(step.plan.topology)
         self.tasks: dict[Position, SyncTask] = {
@@ -163,7 +163,7 @@ class _NaiveSimulation:
         self.now += passed
 
 
-def naive_finish(step: SyncStep) -> list[float]:
+def naive_finish(step: SimulatedStep) -> list[float]:
     """Return the time at which each rank has finished, in seconds.
 
     Payloads that are ready at one time are messages of their own here, so the times of the

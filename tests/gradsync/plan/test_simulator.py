@@ -22,7 +22,7 @@ from lightning_dlres.gradsync.plan.graph import TOPOLOGIES, Part, SyncTask, Task
 from lightning_dlres.gradsync.plan.plan import SyncPlan
 from lightning_dlres.gradsync.plan.simulation.result import SimulatedSpan, SimulatedSync
 from lightning_dlres.gradsync.plan.simulation.sending import CoordinatorCosts, direct_messages
-from lightning_dlres.gradsync.plan.simulation.simulator import SyncStep, simulate
+from lightning_dlres.gradsync.plan.simulation.simulator import SimulatedStep, simulate
 from lightning_dlres.gradsync.plan.transmissions import MESSAGE_BYTES, Transfer
 from lightning_dlres.gradsync.plan.units import SyncUnit
 from tests.support.sync_oracle import naive_finish
@@ -69,7 +69,7 @@ def step_of(
     latency_seconds: float = 0.0,
     slowdowns: Sequence[float] | None = None,
     coordinator_costs: CoordinatorCosts | None = None,
-) -> SyncStep:
+) -> SimulatedStep:
     """Return a step whose units are gradients of their own."""
     counts = counts or [1] * len(owners)
     units = tuple(
@@ -77,7 +77,7 @@ def step_of(
         for i, (count, owner) in enumerate(zip(counts, owners, strict=True))
     )
     times = ready or [[0.0] * len(owners)] * len(bandwidths)
-    return SyncStep(
+    return SimulatedStep(
         plan=SyncPlan(world_size=len(bandwidths), topology=name, units=units),
         costs=costs(bandwidths, message_seconds, latency_seconds),
         payload_bytes=sizes or [10] * len(owners),
@@ -87,7 +87,7 @@ def step_of(
     )
 
 
-def random_step(rng: random.Random) -> SyncStep:
+def random_step(rng: random.Random) -> SimulatedStep:
     """Return a step in which hardly any two events have the same time."""
     size, count = rng.randint(2, 4), rng.randint(1, 6)
     return step_of(
@@ -107,7 +107,7 @@ TIMES = st.floats(0.01, 10.0, allow_subnormal=False)
 
 
 @st.composite
-def steps(draw: st.DrawFn, *, largest: int = 4, most_units: int = 5) -> SyncStep:
+def steps(draw: st.DrawFn, *, largest: int = 4, most_units: int = 5) -> SimulatedStep:
     size = draw(st.integers(1, largest))
     count = draw(st.integers(1, most_units))
 
@@ -239,7 +239,9 @@ def test_direct_steps_agree_with_the_naive_simulator(seed: int) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(steps(), st.sampled_from(COORDINATORS))
-def test_every_task_runs_once_and_after_its_predecessors(step: SyncStep, coordinator: Any) -> None:
+def test_every_task_runs_once_and_after_its_predecessors(
+    step: SimulatedStep, coordinator: Any
+) -> None:
     result = simulate(step, coordinator=coordinator, is_traced=True)
     plan, graph_of = step.plan, topology(step.plan.topology)
     spans = spans_by_task(result)
@@ -262,7 +264,7 @@ def test_every_task_runs_once_and_after_its_predecessors(step: SyncStep, coordin
 
 @settings(deadline=None, max_examples=60)
 @given(steps(), st.sampled_from(COORDINATORS))
-def test_no_step_beats_its_bounds(step: SyncStep, coordinator: Any) -> None:
+def test_no_step_beats_its_bounds(step: SimulatedStep, coordinator: Any) -> None:
     result = simulate(step, coordinator=coordinator, is_traced=True)
     links = step.costs.links
     for rank in range(step.plan.world_size):
@@ -290,7 +292,7 @@ def test_no_step_beats_its_bounds(step: SyncStep, coordinator: Any) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(steps())
-def test_planned_messages_never_share_a_direction(step: SyncStep) -> None:
+def test_planned_messages_never_share_a_direction(step: SimulatedStep) -> None:
     result = simulate(step, coordinator="always", is_traced=True)
     directions = defaultdict(list)
     for span in result.spans:
@@ -301,10 +303,10 @@ def test_planned_messages_never_share_a_direction(step: SyncStep) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(steps(), st.sampled_from(COORDINATORS))
-def test_twice_the_times_take_twice_as_long(step: SyncStep, coordinator: Any) -> None:
+def test_twice_the_times_take_twice_as_long(step: SimulatedStep, coordinator: Any) -> None:
     """Factors of 2 are exact, so that all comparisons keep their results."""
     plan, links, times = step.plan, step.costs.links, step.coordinator_costs
-    slow = SyncStep(
+    slow = SimulatedStep(
         plan=plan,
         costs=costs(
             [bandwidth / 2 for bandwidth in links.bandwidths],
@@ -328,13 +330,13 @@ def test_twice_the_times_take_twice_as_long(step: SyncStep, coordinator: Any) ->
 @settings(deadline=None, max_examples=60)
 @given(steps(most_units=1), st.integers(0, 3), TIMES)
 def test_more_bandwidth_is_never_later_in_a_fixed_order(
-    step: SyncStep, rank: int, more: float
+    step: SimulatedStep, rank: int, more: float
 ) -> None:
     """With several units, a payload that arrives earlier may take another one's place."""
     links = step.costs.links
     bandwidths = list(links.bandwidths)
     bandwidths[rank % len(bandwidths)] += more
-    faster = SyncStep(
+    faster = SimulatedStep(
         plan=step.plan,
         costs=costs(bandwidths, links.message_seconds, links.latency_seconds),
         payload_bytes=step.payload_bytes,
@@ -347,7 +349,7 @@ def test_more_bandwidth_is_never_later_in_a_fixed_order(
 
 @settings(deadline=None, max_examples=30)
 @given(steps(), st.sampled_from(COORDINATORS))
-def test_the_simulation_is_deterministic(step: SyncStep, coordinator: Any) -> None:
+def test_the_simulation_is_deterministic(step: SimulatedStep, coordinator: Any) -> None:
     first, second = (simulate(step, coordinator=coordinator, is_traced=True) for _ in range(2))
     assert first == second
     assert simulate(step, coordinator=coordinator).finish == first.finish

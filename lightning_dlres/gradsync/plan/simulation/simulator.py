@@ -40,7 +40,7 @@ _STEP = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncStep:
+class SimulatedStep:
     """Inputs of a simulated step.
 
     Attributes:
@@ -92,7 +92,7 @@ class SyncStep:
 
 
 def simulate(
-    step: SyncStep, *, coordinator: Coordinator = "none", is_traced: bool = False
+    step: SimulatedStep, *, coordinator: Coordinator = "none", is_traced: bool = False
 ) -> SimulatedSync:
     """Return the times of a step.
 
@@ -113,7 +113,7 @@ def simulate(
 class _Simulation:
     """State of one simulation."""
 
-    def __init__(self, step: SyncStep, is_traced: bool) -> None:
+    def __init__(self, step: SimulatedStep, is_traced: bool) -> None:
         plan = step.plan
         self._step, self._graph_of = step, topology(plan.topology)
         self._clock = VirtualClock()
