@@ -239,8 +239,9 @@ def train(
 def costs_of(replies: Sequence[Mapping[str, Any]]) -> tuple[SyncCosts, CoordinatorCosts]:
     """Return the costs that all ranks have measured: the slowest tasks, and each rank's link."""
 
-    def slowest(key: str) -> float:
-        return max(reply[key] for reply in replies)
+    def least(key: str) -> float:
+        """Return the seconds of the fastest exchange on its slowest rank: others start later."""
+        return min(map(max, zip(*(reply[key] for reply in replies), strict=True)))
 
     codecs = {}
     for name in replies[0]["codecs"]:
@@ -250,15 +251,12 @@ def costs_of(replies: Sequence[Mapping[str, Any]]) -> tuple[SyncCosts, Coordinat
         )
         lines = [_line(a, b) for a, b in zip(small, large, strict=True)]
         codecs[name] = CodecCosts(encode=lines[0], merge=lines[1], decode=lines[2])
-    small_seconds, burst = slowest("small"), slowest("burst")
-    bandwidths = [
-        reply["large_bytes"] / max(reply["large"] - small_seconds, reply["large"] / 2)
-        for reply in replies
-    ]
+    small_seconds, burst = least("small"), least("burst")
+    bandwidth = replies[0]["large_bytes"] / (least("large") - burst)
     links = LinkCosts(
         message_seconds=burst,
-        # The hosts are equal, and a rank's time also has its neighbour's.
-        bandwidths=(statistics.median(bandwidths),) * len(replies),
+        # The hosts are equal, and a rank's time also depends on its neighbour.
+        bandwidths=(bandwidth,) * len(replies),
         latency_seconds=max(small_seconds - burst, 0.0),
     )
     unknown = LinearCost(fixed_seconds=0.0, seconds_per_item=0.0)
@@ -266,7 +264,7 @@ def costs_of(replies: Sequence[Mapping[str, Any]]) -> tuple[SyncCosts, Coordinat
         report_seconds=small_seconds,
         plan_seconds=small_seconds,
         # The coordinator hands a plan over to each other rank.
-        handling_seconds=(len(replies) - 1) * slowest("call"),
+        handling_seconds=(len(replies) - 1) * max(reply["call"] for reply in replies),
     )
     return SyncCosts(codecs=codecs, links=links, all_reduce=unknown), coordinator
 

@@ -32,8 +32,8 @@ SMALL, LARGE = 4096, 1 << 18
 # Times that a task or an exchange of messages is repeated. The least time counts, because other
 # processes on the machine only add to it.
 _TIMES = 12
-# Bytes of messages. The large one is longer than what a shaped link lets pass at once.
-_SMALL_BYTES, _LARGE_BYTES = 512, 4 << 20
+# Bytes of messages, and large ones in a row: as many bytes as in a step wait for each other.
+_SMALL_BYTES, _LARGE_BYTES, _LARGE_MESSAGES, _LARGE_TIMES = 512, 1 << 20, 8, 4
 
 
 class TimedState(GradientSyncState):
@@ -123,8 +123,9 @@ def measure(codecs: list[str]) -> Message:
 
     Returns:
         "codecs": for each codec, the seconds of encode, merge and decode of `SMALL` and of `LARGE`
-        elements. "small", "burst", "large": seconds until a small message, each of many small ones,
-        and a message of "large_bytes" has arrived. "call": seconds to hand over a small message.
+        elements. "small", "burst", "large": for each of several exchanges, the seconds until a
+        small message, each of many small ones, and each of many with "large_bytes" have arrived.
+        "call": seconds to hand over a small message.
     """
     times: dict[str, list[list[float]]] = {}
     for name in (RAW, *codecs):
@@ -186,15 +187,16 @@ def _message_seconds() -> Message:
             mailbox.receive(previous, Channel.GRADIENT, ("probe",), "a probe")
         return (time.perf_counter() - start) / count, (handed_over - start) / count
 
-    def least(nbytes: int, count: int = 1) -> tuple[float, float]:
-        seconds, calls = zip(*(exchange(nbytes, count) for _ in range(_TIMES)), strict=True)
-        return min(seconds), min(calls)
-
     exchange(_SMALL_BYTES)
-    small, _ = least(_SMALL_BYTES)
-    burst, call = least(_SMALL_BYTES, 20)
-    large, _ = least(_LARGE_BYTES)
+    small = [exchange(_SMALL_BYTES) for _ in range(_TIMES)]
+    burst = [exchange(_SMALL_BYTES, 20) for _ in range(_TIMES)]
+    large = [exchange(_LARGE_BYTES, _LARGE_MESSAGES) for _ in range(_LARGE_TIMES)]
     dist.barrier()
     mailbox.close(orderly=True)
     dist.destroy_process_group(group)
-    return {"small": small, "burst": burst, "call": call, "large": large}
+    return {
+        "small": [seconds for seconds, _ in small],
+        "burst": [seconds for seconds, _ in burst],
+        "large": [seconds for seconds, _ in large],
+        "call": min(call for _, call in burst),
+    }
