@@ -42,15 +42,22 @@ from lightning_dlres.gradsync.execute.planning import (
     is_adam_like,
     plan_synchronisation,
 )
-from lightning_dlres.gradsync.execute.saved_states import restore_states, save_states, unsent_mean
+from lightning_dlres.gradsync.execute.saved_states import (
+    restore_states,
+    save_states,
+    saved_plan,
+    unsent_mean,
+)
 from lightning_dlres.gradsync.execute.session import (
     SyncSession,
     all_ranks_agree,
+    all_reduce_mean,
     gloo_group,
     gradient_codecs,
 )
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
+from lightning_dlres.gradsync.plan.cost_model import auto_codecs
 from lightning_dlres.gradsync.plan.decision import SyncDecision
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
@@ -118,7 +125,8 @@ class GradientSyncState:
         tracer: Tracer | None = None,
     ) -> None:
         self._codecs = gradient_codecs(algorithm, codec_options, (AUTO, NONE, RAW))
-        self._algorithm = algorithm
+        # The algorithm, and the one that "auto" chose in the run whose checkpoint is continued.
+        self._algorithm = self._continued = algorithm
         self._topology = one_of("topology", topology, (AUTO, *TOPOLOGIES), "topology='ps'")
         self._coordinator = one_of("coordinator", coordinator, _COORDINATORS, "coordinator='none'")
         if any(codec.transforms_gradient for codec in self._codecs.values()):
@@ -169,7 +177,7 @@ class GradientSyncState:
     @property
     def algorithm(self) -> str:
         """The algorithm; that of the cost model's decision once there is one."""
-        return self._algorithm if self.decision is None else self.decision.algorithm
+        return self._continued if self.decision is None else self.decision.algorithm
 
     @property
     def suits_adam(self) -> bool:
@@ -204,8 +212,7 @@ class GradientSyncState:
         """
         if self._failure is not None:
             raise self._failure
-        world_size, step = dist.get_world_size(), self._step
-        is_learning = self._is_learning
+        step, is_learning = self._step, self._is_learning
         if bucket.is_last():
             self.last_ready = time.perf_counter()
             self._step += 1
@@ -213,12 +220,12 @@ class GradientSyncState:
         buffer = bucket.buffer()
         if is_learning:
             self._learn(bucket)
-            return _all_reduce(buffer, world_size)
+            return all_reduce_mean(buffer)
         self.open(buffer.device, buffer.element_size())
         if self._session is None:
             if self._saved:
                 self._add_unsent(bucket)
-            return _all_reduce(buffer, world_size)
+            return all_reduce_mean(buffer)
         future: Future[Tensor] = Future()
         done = functools.partial(self._finish, future, buffer)
         self._session.synchroniser.start(
@@ -348,16 +355,21 @@ class GradientSyncState:
     ) -> SyncPlan | None:
         """Return the plan, the same on all ranks; None for torch's all-reduce."""
         if AUTO not in (self._algorithm, self._topology):
-            world_size = dist.get_world_size()
             return make_plan(
                 self._specs,
-                [self._choose(spec, world_size) for spec in self._specs],
-                world_size=world_size,
+                [self._choose(spec) for spec in self._specs],
+                world_size=dist.get_world_size(),
                 topology=self._topology,
                 alignment=BLOCK,
             )
         if self._algorithm == AUTO:
-            self._codecs = codecs_for_auto()
+            self._codecs = auto_codecs(codecs_for_auto(), is_adam_like=self._is_adam_like)
+        topologies = tuple(TOPOLOGIES) if self._topology == AUTO else (self._topology,)
+        plan = saved_plan(self._saved, self._specs, self._codecs, topologies, dist.get_world_size())
+        if plan is not None:
+            # A new measurement might lead to another plan, and the run would not continue exactly.
+            self._continued = self._saved[0]["algorithm"]
+            return plan
         self.decision = plan_synchronisation(
             self._specs,
             self._codecs,
@@ -404,14 +416,14 @@ class GradientSyncState:
         if bucket.is_last():
             self._saved = []
 
-    def _choose(self, spec: GradientSpec, world_size: int) -> CodecChoice:
+    def _choose(self, spec: GradientSpec) -> CodecChoice:
         """Return the codec and the partitions of a gradient."""
         is_raw = self.algorithm == RAW or 4 * spec.count < self._min_bytes
         codec = RAW if is_raw else self.algorithm
         partitions = 1
         if is_raw or self._codecs[codec].is_divisible:
             total = sum(other.count for other in self._specs)
-            partitions = partitions_for(spec.count, total, world_size)
+            partitions = partitions_for(spec.count, total, dist.get_world_size())
         return CodecChoice(codec=codec, partitions=partitions)
 
     def _gradients_of(self, bucket: GradBucket) -> dict[str, Tensor]:
@@ -432,13 +444,6 @@ class GradientSyncState:
         self._failure = error
         # DDP shows only the type of this error. Callers raise `failure` after backward.
         future.set_exception(error)  # type: ignore[arg-type]
-
-
-def _all_reduce(buffer: Tensor, world_size: int) -> Future[Tensor]:
-    """Return the mean of a bucket, with the arithmetic of DDP without a hook."""
-    work = dist.all_reduce(buffer.mul_(1 / world_size), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
 
 
 def _no_check() -> None:

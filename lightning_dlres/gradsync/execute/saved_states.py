@@ -15,7 +15,7 @@ gradients and cut again:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from lightning_dlres.gradsync.plan.graph import Part, TaskKind
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit
 
-# Saved states of one rank: {"world_size": ..., "units": [{"gradient": ..., "tensors": ...}]}.
+# Saved states of one rank: {"world_size": ..., "plan": ..., "units": [{"gradient": ..., "tensors":
+# ...}]}.
 SavedStates = Mapping[str, Any]
 
 
@@ -37,6 +38,7 @@ def save_states(states: CodecStates, plan: SyncPlan) -> dict[str, Any]:
     codecs = {(unit.gradient, unit.start, unit.stop): unit.codec for unit in plan.units}
     return {
         "world_size": plan.world_size,
+        "plan": plan.to_json(),
         "units": [
             {
                 "gradient": gradient,
@@ -50,6 +52,38 @@ def save_states(states: CodecStates, plan: SyncPlan) -> dict[str, Any]:
             if state
         ],
     }
+
+
+def saved_plan(
+    saved: Sequence[SavedStates],
+    gradients: Sequence[GradientSpec],
+    codecs: Mapping[str, GradientCodec],
+    topologies: Collection[str],
+    world_size: int,
+) -> SyncPlan | None:
+    """Return the plan of an earlier run if this run may use it; else None.
+
+    Args:
+        saved: Saved states of all ranks of the earlier run, by rank.
+        gradients: Gradients of this run.
+        codecs: Codecs that this run may use, by name.
+        topologies: Topologies that this run may use.
+        world_size: Number of ranks of this run.
+    """
+    text = saved[0].get("plan") if saved else None
+    if text is None:
+        return None
+    plan = SyncPlan.from_json(text)
+    counts: dict[str, int] = {}
+    for unit in plan.units:
+        counts[unit.gradient] = max(counts.get(unit.gradient, 0), unit.stop)
+    fits = (
+        plan.world_size == world_size
+        and plan.topology in topologies
+        and counts == {gradient.name: gradient.count for gradient in gradients}
+        and {unit.codec for unit in plan.units} <= {RAW, *codecs}
+    )
+    return plan if fits else None
 
 
 def restore_states(

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
 
 from lightning_dlres.codecs import base as registry
 from lightning_dlres.codecs.gradient import GradientCodec
@@ -132,6 +134,16 @@ def all_ranks_agree(
     work = dist.all_reduce(value, op=dist.ReduceOp.MIN, group=group, async_op=True)
     wait_for_collective(work, "the other ranks", timeout, check)
     return bool(value)
+
+
+def all_reduce_mean(buffer: Tensor) -> Future[Tensor]:
+    """Start to replace a buffer by its mean over all ranks; return its future.
+
+    The arithmetic is that of DistributedDataParallel without a hook.
+    """
+    work = dist.all_reduce(buffer.mul_(1 / dist.get_world_size()), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
 
 
 def gradient_codecs(

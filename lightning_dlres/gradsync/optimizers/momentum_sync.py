@@ -23,6 +23,7 @@ from lightning_dlres.gradsync.execute.saved_states import restore_states, save_s
 from lightning_dlres.gradsync.execute.session import (
     SyncSession,
     all_ranks_agree,
+    all_reduce_mean,
     gloo_group,
     gradient_codecs,
 )
@@ -128,14 +129,14 @@ class MomentumSync:
             if parameter not in self._local
         ]
         if len(averaged) == len(bucket.gradients()):
-            return self._mean(buffer)
+            return all_reduce_mean(buffer)
         if not averaged:
             future: Future[Tensor] = Future()
             future.set_result(buffer)
             return future
         starts = [gradient.storage_offset() - buffer.storage_offset() for gradient in averaged]
         means = [
-            self._mean(buffer[start : start + gradient.numel()])
+            all_reduce_mean(buffer[start : start + gradient.numel()])
             for start, gradient in zip(starts, averaged, strict=True)
         ]
         return collect_all(means).then(lambda _: buffer)
@@ -268,12 +269,6 @@ class MomentumSync:
         if self._control is not None and failure is None:
             dist.destroy_process_group(self._control)
         self._session = self._control = None
-
-    def _mean(self, buffer: Tensor) -> Future[Tensor]:
-        """Start to average a buffer, with the arithmetic of DDP without a hook."""
-        work = dist.all_reduce(buffer.mul_(1 / self.world_size), async_op=True)
-        assert work is not None
-        return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
 
     def _open(self) -> SyncSession:
         """Connect the ranks; called by all of them together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -69,6 +70,34 @@ def test_a_named_algorithm_is_not_turned_off(pool: RankPool, coordinator: str) -
     assert decision.plan is not None
     assert decision.algorithm == "int8"
     assert all(map(torch.equal, ranks[0][0], ranks[2][0]))
+
+
+def resume(context: RankContext, saved: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """Return the state after some steps of a run that may continue an earlier one."""
+    context.init_process_group()
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(40, 200), nn.Tanh(), nn.Linear(200, 1))
+    # Only the first run names the topology; the resumed run would have to measure.
+    state = GradientSyncState(
+        algorithm="int8", topology="ring" if saved is None else "auto", min_bytes=0
+    )
+    state.name_parameters(model.named_parameters())
+    if saved is not None:
+        state.load_state_dicts(saved)
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(state, compressed_hook)
+    wrapped(torch.ones(2, 40)).square().mean().backward()
+    result = copy.deepcopy(state.state_dict())
+    assert state.decision is None
+    state.close()
+    return result
+
+
+def test_a_resumed_run_keeps_the_plan(pool: RankPool) -> None:
+    first = pool.run(resume, 2, None)
+    second = pool.run(resume, 2, first)
+    assert second[0]["plan"] == first[0]["plan"]
+    assert [one["step"] for one in second] == [2, 2]
 
 
 def test_two_ranks_need_no_coordinator(pool: RankPool) -> None:
