@@ -39,6 +39,7 @@ def link_shares(bandwidths: Sequence[float]) -> tuple[list[float], float]:
     # (t * bandwidth - 1) / (N - 2), and all of them together must own 1.
     least = 1 / min(bandwidths)
     time = max(least, (2 * ranks - 2) / sum(bandwidths))
-    shares = [(time * bandwidth - 1) / (ranks - 2) for bandwidth in bandwidths]
+    # Rounding may take the share of the slowest rank below 0.
+    shares = [max((time * bandwidth - 1) / (ranks - 2), 0.0) for bandwidth in bandwidths]
     total = sum(shares)
     return [share / total for share in shares], time

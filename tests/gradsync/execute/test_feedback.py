@@ -39,9 +39,14 @@ CODECS: dict[str, GradientCodec] = {
 WITHOUT_DATA = {(1, 2), (1, 3), (0, 4)}
 
 
+def codec_for(name: str, topology: str) -> GradientCodec:
+    """Return a codec; on a ring one without momentum, which rings cannot have."""
+    return DGC(ratio=0.01) if (name, topology) == ("dgc", "ring") else CODECS[name]
+
+
 def plan_for(topology: str, name: str) -> SyncPlan:
     specs = [GradientSpec(name=key, count=count) for key, count in COUNTS.items()]
-    divisible = CODECS[name].is_divisible
+    divisible = codec_for(name, topology).is_divisible
     choices = [
         CodecChoice(codec=name, partitions=3 if divisible and spec.count > 10_000 else 1)
         for spec in specs
@@ -79,7 +84,7 @@ class Reference:
         else:
             total = torch.zeros(unit.count)
             for rank, own in enumerate(parts):
-                if rank == unit.owner:
+                if rank == unit.owner and not self.codec.transforms_gradient:
                     total += own
                 else:
                     payload = self._encode(unit, rank, Part.GRADIENT, own, not has_data[rank])
@@ -132,7 +137,7 @@ def synchronise(
     with open_sync(
         context,
         plan_for(topology, name),
-        {name: CODECS[name]},
+        {name: codec_for(name, topology)},
         has_error_feedback=has_error_feedback,
         has_sum_feedback=has_sum_feedback,
     ) as opened:
@@ -228,7 +233,7 @@ def test_only_the_errors_without_feedback_are_dropped(
         has_error_feedback=keeps_own,
         has_sum_feedback=keeps_sum,
     )
-    check(results, Reference(CODECS[name], topology, keeps_own, keeps_sum), name)
+    check(results, Reference(codec_for(name, topology), topology, keeps_own, keeps_sum), name)
 
 
 @pytest.mark.parametrize("topology", ["ps", "ring"])
@@ -239,7 +244,7 @@ def test_groups_that_change_with_the_step_change_no_bit(
     pool: RankPool, topology: str, name: str
 ) -> None:
     results = pool.run(synchronise, RANKS, topology, name, in_groups=True)
-    reference = Reference(CODECS[name], topology)
+    reference = Reference(codec_for(name, topology), topology)
     check(results, reference, name)
     check_conservation(results, reference)
 
@@ -253,7 +258,7 @@ def test_ranks_without_data_leave_their_residuals_and_lose_nothing_of_the_others
 ) -> None:
     """In a ring, such a rank passes on the gradients of others, and keeps the error of that."""
     results = pool.run(synchronise, RANKS, topology, name, WITHOUT_DATA)
-    reference = Reference(CODECS[name], topology)
+    reference = Reference(codec_for(name, topology), topology)
     check(results, reference, name, WITHOUT_DATA)
     if name != "dgc":
         check_conservation(results, reference, WITHOUT_DATA)

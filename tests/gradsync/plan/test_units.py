@@ -70,6 +70,15 @@ def test_link_shares_are_the_best_of_a_grid(bandwidths: list[float]) -> None:
     assert seconds <= min(grid) + 1e-9
 
 
+@settings(deadline=None)
+@given(st.lists(st.floats(1e3, 1e10), min_size=1, max_size=6))
+def test_link_shares_can_be_given_to_owners(bandwidths: list[float]) -> None:
+    """Rounding leaves no share below 0."""
+    shares, _ = link_shares(bandwidths)
+    assert min(shares) >= 0
+    assert len(assign_owners([5, 3, 1], shares)) == 3
+
+
 def test_one_slow_link_of_four_owns_nothing() -> None:
     shares, seconds = link_shares([25e6, 25e6, 25e6, 6.25e6])
     assert shares == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
