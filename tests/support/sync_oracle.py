@@ -1,17 +1,22 @@
 """Naive simulator of gradient synchronisation without a coordinator, to test the fast one.
 
-It has no event queue and no counters. At each time it looks through all tasks for those that are
-ready, and through all messages for their shares of the links.
+It has no event queue and no counters. At each time it looks through the tasks for those that are
+ready, and through all messages for their shares of the links. Payloads wait by the executor's own
+`WaitingSends`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
+from lightning_dlres.gradsync.execute.transmitters import ReadySend, WaitingSends
 from lightning_dlres.gradsync.plan.graph import SyncTask, TaskKind, topology
 from lightning_dlres.gradsync.plan.simulation.simulator import SimulatedStep
 
-# Differences of times below this are rounding.
+# Part of a task or a message below which the rest of it is rounding.
 _ROUNDING = 1e-9
 
 # Rank, unit, and position of a task.
@@ -22,20 +27,26 @@ Position = tuple[int, int, int]
 class _Message:
     source: int
     destination: int
-    unit: int
-    part: int
+    # Unit and number of the part of each payload.
+    payloads: list[tuple[int, int]]
     # Seconds of work left on the sending and on the receiving link, and then on the way.
     sending: float
     receiving: float
     latency: float
 
     @property
-    def pair(self) -> tuple[int, int]:
-        return self.source, self.destination
-
-    @property
     def is_carried(self) -> bool:
-        return self.sending <= _ROUNDING and self.receiving <= _ROUNDING
+        return not self.sending and not self.receiving
+
+
+@dataclass
+class _Rank:
+    """Queue of a rank: entries, tasks of the entry that was taken, and the running task."""
+
+    entries: list[list[Position]] = field(default_factory=list)
+    tasks: list[Position] = field(default_factory=list)
+    running: Position | None = None
+    left: float = 0.0
 
 
 class _NaiveSimulation:
@@ -48,66 +59,108 @@ class _NaiveSimulation:
             for unit in plan.units
             for position, task in enumerate(graph_of(rank, plan.world_size, unit.owner))
         }
-        self.started: set[Position] = set()
+        # Tasks in a queue or later, received payloads, and the times at which tasks were done.
+        self.queued: set[Position] = set()
+        self.received: set[Position] = set()
         self.done: dict[Position, float] = {}
-        # Tasks of each rank with the seconds left; the first one runs.
-        self.queues: list[list[tuple[Position, float]]] = [[] for _ in range(plan.world_size)]
+        self.ranks = [_Rank() for _ in range(plan.world_size)]
+        self.waiting = [WaitingSends(lambda: self.now) for _ in self.ranks]
         self.messages: list[_Message] = []
+        self.starts = sorted(
+            (step.ready[rank][unit.gradient], rank, unit.index)
+            for rank in range(plan.world_size)
+            for unit in plan.units
+        )
+        self.started: set[tuple[int, int]] = set()
 
     def finish(self) -> list[float]:
         while len(self.done) < len(self.tasks):
-            while self._change():
-                pass
-            if len(self.done) < len(self.tasks):
-                self._advance()
+            self._advance()
         return [
             max(time for position, time in self.done.items() if position[0] == rank)
             for rank in range(self.step.plan.world_size)
         ]
 
-    def _change(self) -> bool:
-        """Do all that takes no time; return True if anything has changed."""
-        before = len(self.started), len(self.done)
-        for queue in self.queues:
-            while queue and queue[0][1] <= _ROUNDING:
-                self.done[queue.pop(0)[0]] = self.now
-        for message in list(self.messages):
-            if message.is_carried and message.latency <= _ROUNDING:
-                self.messages.remove(message)
-                self._deliver(message)
+    def _newly_ready(self, rank: int, units: Sequence[int]) -> list[Position]:
+        """Return the tasks of units that are ready and in no queue yet."""
+        ready = [
+            position
+            for unit in units
+            for position, task in self.tasks.items()
+            if position[:2] == (rank, unit)
+            and position not in self.queued
+            and task.kind is not TaskKind.RECEIVE
+            and all((rank, unit, other) in self.done for other in task.after)
+        ]
+        ready = list(dict.fromkeys(ready))
+        self.queued.update(ready)
+        return ready
+
+    def _queue(self, rank: int, ready: Sequence[Position]) -> None:
+        """Queue tasks that did not become ready in the compute thread."""
+        sends = [p for p in ready if self.tasks[p].kind is TaskKind.SEND]
+        computes = [p for p in ready if p not in sends]
+        if computes:
+            self.ranks[rank].entries.append(computes)
+        self._send(rank, sends)
+
+    def _send(self, rank: int, sends: Sequence[Position]) -> None:
+        links = self.step.costs.links
+        for peer in dict.fromkeys(self.tasks[position].peer for position in sends):
+            assert peer is not None
+            chosen = [position for position in sends if self.tasks[position].peer == peer]
+            nbytes = sum(self.step.payload_bytes[unit] for _, unit, _ in chosen)
+            work = [links.message_seconds + nbytes / links.bandwidths[end] for end in (rank, peer)]
+            payloads = [(position[1], int(self.tasks[position].part)) for position in chosen]
+            self.messages.append(_Message(rank, peer, payloads, *work, links.latency_seconds))
+            self.done.update(dict.fromkeys(chosen, self.now))
+            self._queue(rank, self._newly_ready(rank, [position[1] for position in chosen]))
+
+    def _start(self, rank: int, unit: int) -> None:
+        self.started.add((rank, unit))
+        self._queue(rank, self._newly_ready(rank, [unit]))
+        self._take_received(rank, [unit])
+
+    def _take_received(self, rank: int, units: Sequence[int]) -> None:
+        for position in self.received - self.done.keys():
+            if position[0] == rank and position[1] in units and position[:2] in self.started:
+                self.done[position] = self.now
+        self._queue(rank, self._newly_ready(rank, [u for u in units if (rank, u) in self.started]))
+
+    def _arrive(self, message: _Message) -> None:
+        self.messages.remove(message)
         for position, task in self.tasks.items():
-            rank, unit, _ = position
-            ready = self.step.ready[rank][self.step.plan.units[unit].gradient]
-            is_ready = all((rank, unit, other) in self.done for other in task.after)
-            # A payload that was early counts from the start of its unit.
-            if task.kind is TaskKind.RECEIVE:
-                if position in self.started and ready <= self.now + _ROUNDING:
-                    self.done.setdefault(position, self.now)
-            elif position not in self.started and is_ready and ready <= self.now + _ROUNDING:
-                self._begin(position, task)
-        return (len(self.started), len(self.done)) != before
+            if position[0] == message.destination and task.kind is TaskKind.RECEIVE:
+                payload = position[1], int(task.part)
+                if task.peer == message.source and payload in message.payloads:
+                    self.received.add(position)
+        self._take_received(message.destination, [unit for unit, _ in message.payloads])
 
-    def _begin(self, position: Position, task: SyncTask) -> None:
-        rank, unit, _ = position
-        self.started.add(position)
-        if task.kind is not TaskKind.SEND:
-            self.queues[rank].append((position, self._compute_seconds(position, task)))
-            return
-        assert task.peer is not None
-        self.done[position] = self.now
-        links, nbytes = self.step.costs.links, self.step.payload_bytes[unit]
-        sending, receiving = (
-            links.message_seconds + nbytes / links.bandwidths[end] for end in (rank, task.peer)
-        )
-        self.messages.append(
-            _Message(
-                rank, task.peer, unit, int(task.part), sending, receiving, links.latency_seconds
-            )
-        )
+    def _complete(self, rank: int) -> None:
+        """Complete the running task of a rank."""
+        queue, waiting = self.ranks[rank], self.waiting[rank]
+        assert queue.running is not None
+        self.done[queue.running] = self.now
+        for position in self._newly_ready(rank, [queue.running[1]]):
+            if self.tasks[position].kind is TaskKind.SEND:
+                waiting.add(self._ready_send(position))
+            else:
+                queue.tasks.append(position)
+        queue.running = None
+        if waiting.items and (not (queue.tasks or queue.entries) or waiting.is_due()):
+            items: list[Any] = waiting.take()
+            self._send(rank, [item.run.position for item in items])
 
-    def _compute_seconds(self, position: Position, task: SyncTask) -> float:
+    def _ready_send(self, position: Position) -> ReadySend:
+        nbytes = self.step.payload_bytes[position[1]]
+        run: Any = SimpleNamespace(
+            position=position, graph=(self.tasks[position],), payload_bytes=lambda: nbytes
+        )
+        return ReadySend(run, 0)
+
+    def _compute_seconds(self, position: Position) -> float:
         rank, index, _ = position
-        unit = self.step.plan.units[index]
+        unit, task = self.step.plan.units[index], self.tasks[position]
         is_own_merge = task.kind is TaskKind.MERGE and task.peer == rank
         codec = self.step.costs.codecs["raw" if is_own_merge else unit.codec]
         cost = {
@@ -118,55 +171,58 @@ class _NaiveSimulation:
         assert self.step.slowdowns is not None
         return cost.seconds(unit.count) * self.step.slowdowns[rank]
 
-    def _deliver(self, message: _Message) -> None:
-        for position, task in self.tasks.items():
-            if position[:2] == (message.destination, message.unit):
-                expected = (TaskKind.RECEIVE, message.source, message.part)
-                if (task.kind, task.peer, int(task.part)) == expected:
-                    self.started.add(position)
-
     def _advance(self) -> None:
-        """Go on to the next time at which something is complete."""
-        rates: list[tuple[_Message, str, float]] = []
+        """Go on to the next time at which something is complete, and complete it."""
+        for queue in self.ranks:
+            if queue.running is None:
+                if not queue.tasks and queue.entries:
+                    queue.tasks = queue.entries.pop(0)
+                if queue.tasks:
+                    queue.running = queue.tasks.pop(0)
+                    queue.left = self._compute_seconds(queue.running)
+        rates = self._rates()
+        waits = [getattr(message, name) / rate for message, name, rate in rates]
+        waits += [queue.left for queue in self.ranks if queue.running is not None]
+        waits += [time - self.now for time, _, _ in self.starts[:1]]
+        passed = min(waits)
+        self.now += passed
+        rest = passed * _ROUNDING + self.now * 1e-14
+        for message, name, rate in rates:
+            left = getattr(message, name) - passed * rate
+            setattr(message, name, left if left > rest else 0.0)
+        while self.starts and self.starts[0][0] <= self.now + rest:
+            self._start(*self.starts.pop(0)[1:])
+        for rank, queue in enumerate(self.ranks):
+            if queue.running is not None:
+                queue.left -= passed
+                if queue.left <= rest:
+                    self._complete(rank)
+        for message in list(self.messages):
+            if message.is_carried and not message.latency:
+                self._arrive(message)
+
+    def _rates(self) -> list[tuple[_Message, str, float]]:
+        """Return the messages on the links and on the way with the speeds of their work."""
         # Only the first message between two ranks is on the links.
         first: dict[tuple[int, int], _Message] = {}
         for message in self.messages:
             if not message.is_carried:
-                first.setdefault(message.pair, message)
-        for name, end in (("sending", "source"), ("receiving", "destination")):
-            for rank in range(self.step.plan.world_size):
-                shared = [
-                    message
-                    for message in first.values()
-                    if getattr(message, end) == rank and getattr(message, name) > _ROUNDING
-                ]
-                rates += [(message, name, 1 / len(shared)) for message in shared]
-        rates += [
-            (message, "latency", 1.0)
-            for message in self.messages
-            if message.is_carried and message.latency > _ROUNDING
-        ]
-        waits = [getattr(message, name) / rate for message, name, rate in rates]
-        waits += [queue[0][1] for queue in self.queues if queue]
-        waits += [
-            time - self.now
-            for row in self.step.ready
-            for time in row.values()
-            if time > self.now + _ROUNDING
-        ]
-        passed = min(waits)
-        for message, name, rate in rates:
-            setattr(message, name, getattr(message, name) - passed * rate)
-        for queue in self.queues:
-            if queue:
-                queue[0] = (queue[0][0], queue[0][1] - passed)
-        self.now += passed
+                first.setdefault((message.source, message.destination), message)
+        rates: list[tuple[_Message, str, float]] = []
+        for rank in range(self.step.plan.world_size):
+            sending = [m for m in first.values() if m.source == rank and m.sending]
+            receiving = [m for m in first.values() if m.destination == rank and m.receiving]
+            part = self.step.costs.links.crowded_part if len(receiving) > 1 else 1.0
+            rates += [(message, "sending", 1 / len(sending)) for message in sending]
+            rates += [(message, "receiving", part / len(receiving)) for message in receiving]
+        rates += [(message, "latency", 1.0) for message in self.messages if message.is_carried]
+        return rates
 
 
 def naive_finish(step: SimulatedStep) -> list[float]:
     """Return the time at which each rank has finished, in seconds.
 
-    Payloads that are ready at one time are messages of their own here, so the times of the
-    gradients and tasks must differ.
+    Messages must be smaller than `MESSAGE_BYTES`, and the times of the gradients and tasks must
+    differ: two events at one time have no certain order.
     """
     return _NaiveSimulation(step).finish()

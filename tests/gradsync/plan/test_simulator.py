@@ -7,6 +7,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,19 @@ from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.trace import write_chrome_trace
-from lightning_dlres.gradsync.execute.transmitters import DirectTransmitter, ReadySend
+from lightning_dlres.gradsync.execute.transmitters import DirectTransmitter, ReadySend, WaitingSends
 from lightning_dlres.gradsync.plan.costs import CodecCosts, LinearCost, LinkCosts, SyncCosts
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES, Part, SyncTask, TaskKind, topology
 from lightning_dlres.gradsync.plan.plan import SyncPlan
+from lightning_dlres.gradsync.plan.simulation import sending
 from lightning_dlres.gradsync.plan.simulation.result import SimulatedSpan, SimulatedSync
-from lightning_dlres.gradsync.plan.simulation.sending import CoordinatorCosts, direct_messages
+from lightning_dlres.gradsync.plan.simulation.sending import (
+    FOLLOWING_SECONDS,
+    WAITING_BYTES,
+    CoordinatorCosts,
+    HeldTransfers,
+    direct_messages,
+)
 from lightning_dlres.gradsync.plan.simulation.simulator import SimulatedStep, simulate
 from lightning_dlres.gradsync.plan.transmissions import MESSAGE_BYTES, Transfer
 from lightning_dlres.gradsync.plan.units import SyncUnit
@@ -32,7 +40,10 @@ ENCODE, MERGE, DECODE, OWN = 3.0, 5.0, 7.0, 2.0
 
 
 def costs(
-    bandwidths: Sequence[float], message_seconds: float = 0.0, latency_seconds: float = 0.0
+    bandwidths: Sequence[float],
+    message_seconds: float = 0.0,
+    latency_seconds: float = 0.0,
+    crowded_part: float = 1.0,
 ) -> SyncCosts:
     """Return costs with the seconds above for each task of a unit with one element."""
 
@@ -52,6 +63,7 @@ def costs(
             message_seconds=message_seconds,
             bandwidths=tuple(bandwidths),
             latency_seconds=latency_seconds,
+            crowded_part=crowded_part,
         ),
         all_reduce=per_element(0.0),
     )
@@ -67,6 +79,7 @@ def step_of(
     ready: Sequence[Sequence[float]] | None = None,
     message_seconds: float = 0.0,
     latency_seconds: float = 0.0,
+    crowded_part: float = 1.0,
     slowdowns: Sequence[float] | None = None,
     coordinator_costs: CoordinatorCosts | None = None,
 ) -> SimulatedStep:
@@ -79,7 +92,7 @@ def step_of(
     times = ready or [[0.0] * len(owners)] * len(bandwidths)
     return SimulatedStep(
         plan=SyncPlan(world_size=len(bandwidths), topology=name, units=units),
-        costs=costs(bandwidths, message_seconds, latency_seconds),
+        costs=costs(bandwidths, message_seconds, latency_seconds, crowded_part),
         payload_bytes=sizes or [10] * len(owners),
         ready=[{f"g{i}": time for i, time in enumerate(row)} for row in times],
         slowdowns=slowdowns,
@@ -88,18 +101,22 @@ def step_of(
 
 
 def random_step(rng: random.Random) -> SimulatedStep:
-    """Return a step in which hardly any two events have the same time."""
-    size, count = rng.randint(2, 4), rng.randint(1, 6)
+    """Return a step in which hardly any two events have the same time.
+
+    Payloads wait for others only in the short one of the two scales.
+    """
+    size, count, scale = rng.randint(2, 4), rng.randint(1, 8), rng.choice([1.0, 1e-4])
     return step_of(
         rng.choice(sorted(TOPOLOGIES)),
         [rng.randrange(size) for _ in range(count)],
-        bandwidths=[rng.uniform(0.5, 10) for _ in range(size)],
+        bandwidths=[rng.uniform(2e4, 5e5) / scale for _ in range(size)],
         counts=[rng.randint(1, 3) for _ in range(count)],
-        sizes=[rng.randint(1, 200) for _ in range(count)],
-        ready=[[rng.uniform(0, 30) for _ in range(count)] for _ in range(size)],
-        message_seconds=rng.choice([0.0, rng.uniform(0, 5)]),
-        latency_seconds=rng.choice([0.0, rng.uniform(0, 5)]),
-        slowdowns=[rng.uniform(0.1, 2) for _ in range(size)],
+        sizes=[rng.randint(1, MESSAGE_BYTES // (2 * count)) for _ in range(count)],
+        ready=[[scale * rng.uniform(0, 30) for _ in range(count)] for _ in range(size)],
+        message_seconds=scale * rng.choice([0.0, rng.uniform(0, 5)]),
+        latency_seconds=scale * rng.choice([0.0, rng.uniform(0, 5)]),
+        crowded_part=rng.choice([1.0, 0.7]),
+        slowdowns=[scale * rng.uniform(0.1, 2) for _ in range(size)],
     )
 
 
@@ -123,6 +140,7 @@ def steps(draw: st.DrawFn, *, largest: int = 4, most_units: int = 5) -> Simulate
         ready=[sequence(TIMES, count) for _ in range(size)],
         message_seconds=draw(st.sampled_from([0.0, 0.7])),
         latency_seconds=draw(st.sampled_from([0.0, 0.3])),
+        crowded_part=draw(st.sampled_from([1.0, 0.5])),
         slowdowns=sequence(TIMES, size),
         coordinator_costs=CoordinatorCosts(
             report_seconds=draw(st.sampled_from([0.0, 0.11])),
@@ -305,26 +323,29 @@ def test_planned_messages_never_share_a_direction(step: SimulatedStep) -> None:
 @given(steps(), st.sampled_from(COORDINATORS))
 def test_twice_the_times_take_twice_as_long(step: SimulatedStep, coordinator: Any) -> None:
     """Factors of 2 are exact, so that all comparisons keep their results."""
-    plan, links, times = step.plan, step.costs.links, step.coordinator_costs
-    slow = SimulatedStep(
-        plan=plan,
-        costs=costs(
-            [bandwidth / 2 for bandwidth in links.bandwidths],
-            2 * links.message_seconds,
-            2 * links.latency_seconds,
-        ),
-        payload_bytes=step.payload_bytes,
+    links, times = step.costs.links, step.coordinator_costs
+    slow_links = replace(
+        links,
+        message_seconds=2 * links.message_seconds,
+        bandwidths=tuple(bandwidth / 2 for bandwidth in links.bandwidths),
+        latency_seconds=2 * links.latency_seconds,
+    )
+    slow = replace(
+        step,
+        costs=replace(step.costs, links=slow_links),
         ready=[{name: 2 * time for name, time in row.items()} for row in step.ready],
         slowdowns=[2 * factor for factor in step.slowdowns or ()],
-        coordinator_costs=CoordinatorCosts(
+        coordinator_costs=replace(
+            times,
             report_seconds=2 * times.report_seconds,
             plan_seconds=2 * times.plan_seconds,
             handling_seconds=2 * times.handling_seconds,
-            rank=times.rank,
         ),
     )
     expected = [2 * time for time in simulate(step, coordinator=coordinator).finish]
-    assert list(simulate(slow, coordinator=coordinator).finish) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sending, "FOLLOWING_SECONDS", 2 * sending.FOLLOWING_SECONDS)
+        assert list(simulate(slow, coordinator=coordinator).finish) == expected
 
 
 @settings(deadline=None, max_examples=60)
@@ -336,12 +357,8 @@ def test_more_bandwidth_is_never_later_in_a_fixed_order(
     links = step.costs.links
     bandwidths = list(links.bandwidths)
     bandwidths[rank % len(bandwidths)] += more
-    faster = SimulatedStep(
-        plan=step.plan,
-        costs=costs(bandwidths, links.message_seconds, links.latency_seconds),
-        payload_bytes=step.payload_bytes,
-        ready=step.ready,
-        slowdowns=step.slowdowns,
+    faster = replace(
+        step, costs=replace(step.costs, links=replace(links, bandwidths=tuple(bandwidths)))
     )
     pairs = zip(simulate(faster).finish, simulate(step).finish, strict=True)
     assert all(fast <= slow + 1e-9 for fast, slow in pairs)
@@ -386,6 +403,33 @@ def _ready_send(transfer: Transfer) -> ReadySend:
         payload_bytes=lambda: transfer.nbytes,
     )
     return ReadySend(run, 0)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 3),
+            st.sampled_from([10, WAITING_BYTES // 2, WAITING_BYTES]),
+            st.sampled_from([0.0, FOLLOWING_SECONDS / 2, FOLLOWING_SECONDS]),
+            st.booleans(),
+        ),
+        max_size=12,
+    )
+)
+def test_payloads_wait_as_in_the_executor(rows: list[tuple[int, int, float, bool]]) -> None:
+    now = 0.0
+    held, waiting = HeldTransfers(), WaitingSends(lambda: now)
+    for unit, (destination, nbytes, passed, is_last) in enumerate(rows):
+        now += passed
+        transfer = Transfer(0, destination, (0, unit, 0), nbytes)
+        held.add(transfer)
+        waiting.add(_ready_send(transfer))
+        assert held.is_due(now) == waiting.is_due()
+        if is_last or held.is_due(now):
+            units = [send.run.unit.index for send in waiting.take()]
+            assert [taken.entry[1] for taken in held.take(now)] == units
+        assert len(held.items) == len(waiting.items)
 
 
 def test_payloads_that_are_ready_together_share_a_message() -> None:

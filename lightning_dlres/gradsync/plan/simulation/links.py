@@ -1,9 +1,10 @@
 """Links of all ranks in virtual time, joined by a switch without limits.
 
 Each direction of a link divides its time equally among the messages that it carries, as TCP
-connections do. Messages between the same two ranks follow each other. A message has arrived when
-both directions have carried it: the source's sending one and the destination's receiving one. A
-direction that has carried its part gives its time to other messages.
+connections do. Several ranks that send to one at a time have less than its bandwidth together, by
+`LinkCosts.crowded_part`. Messages between the same two ranks follow each other. A message has
+arrived when both directions have carried it: the source's sending one and the destination's
+receiving one. A direction that has carried its part gives its time to other messages.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class LinkDirection:
     Args:
         rank: Rank of the link.
         seconds_per_byte: Inverse of the bandwidth.
+        crowded_part: Part of the bandwidth that several messages at once have together.
 
     Attributes:
         busy: Seconds of work of all messages so far.
@@ -52,6 +54,7 @@ class LinkDirection:
 
     __slots__ = (
         "_changed",
+        "_crowded_share",
         "_ends",
         "_number",
         "_served",
@@ -61,8 +64,9 @@ class LinkDirection:
         "version",
     )
 
-    def __init__(self, rank: int, seconds_per_byte: float) -> None:
+    def __init__(self, rank: int, seconds_per_byte: float, crowded_part: float = 1.0) -> None:
         self.rank, self.seconds_per_byte = rank, seconds_per_byte
+        self._crowded_share = 1 / crowded_part
         self.busy = 0.0
         # Grows with each planned completion, so that an older plan is recognised.
         self.version = 0
@@ -75,7 +79,7 @@ class LinkDirection:
     def add(self, now: float, message: MessageInFlight, seconds: float) -> None:
         """Start to carry a message that takes `seconds` alone."""
         if self._ends:
-            self._served += (now - self._changed) / len(self._ends)
+            self._served += (now - self._changed) / self._seconds_per_service()
         self._changed = now
         self._number += 1
         self.busy += seconds
@@ -85,7 +89,13 @@ class LinkDirection:
         """Return the time at which the next message is complete; None if there is none."""
         if not self._ends:
             return None
-        return self._changed + max(self._ends[0][0] - self._served, 0.0) * len(self._ends)
+        left = max(self._ends[0][0] - self._served, 0.0)
+        return self._changed + left * self._seconds_per_service()
+
+    def _seconds_per_service(self) -> float:
+        """Return the time in which every message gets one second of service."""
+        count = len(self._ends)
+        return count * self._crowded_share if count > 1 else 1.0
 
     def complete(self, now: float) -> list[MessageInFlight]:
         """Remove the messages that are complete at `next_completion`, and return them."""
@@ -120,7 +130,9 @@ class SharedLinks:
         self._clock, self._on_arrival, self._on_carried = clock, on_arrival, on_carried
         self._message_seconds, self._latency = costs.message_seconds, costs.latency_seconds
         self._sending = [LinkDirection(r, 1 / b) for r, b in enumerate(costs.bandwidths)]
-        self._receiving = [LinkDirection(r, 1 / b) for r, b in enumerate(costs.bandwidths)]
+        self._receiving = [
+            LinkDirection(r, 1 / b, costs.crowded_part) for r, b in enumerate(costs.bandwidths)
+        ]
         # Messages between two ranks; the first one is being carried.
         self._pairs: dict[tuple[int, int], deque[MessageInFlight]] = {}
         # Directions whose messages have changed at this time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,10 @@ from lightning_dlres.gradsync.plan.transmissions import (
     Transmission,
     TransmissionPlanner,
 )
+
+# The executor's rule for payloads that follow each other; see `WaitingSends`.
+FOLLOWING_SECONDS = 0.003
+WAITING_BYTES = 128 << 10
 
 # Gives a message to its rank's link.
 HandOver = Callable[[Transmission], None]
@@ -37,6 +42,46 @@ class CoordinatorCosts:
     plan_seconds: float = 0.0
     handling_seconds: float = 0.0
     rank: int = 0
+
+
+class HeldTransfers:
+    """Ready payloads that a rank's compute thread has not yet given to its thread of transfers.
+
+    The first payload to a rank never waits. Those that follow it within `FOLLOWING_SECONDS` wait
+    for more of them, while there are other tasks and they have fewer than `WAITING_BYTES`.
+
+    Attributes:
+        items: The payloads.
+    """
+
+    __slots__ = ("_bytes", "_free", "items")
+
+    def __init__(self) -> None:
+        self.items: list[Transfer] = []
+        self._bytes: dict[int, int] = {}
+        # Time from which a payload to a rank need not wait.
+        self._free: dict[int, float] = {}
+
+    def add(self, transfer: Transfer) -> None:
+        """Add a payload."""
+        self.items.append(transfer)
+        self._bytes[transfer.destination] = (
+            self._bytes.get(transfer.destination, 0) + transfer.nbytes
+        )
+
+    def is_due(self, now: float) -> bool:
+        """Return True if the payloads must not wait any longer."""
+        return any(
+            nbytes >= WAITING_BYTES or now >= self._free.get(destination, -math.inf)
+            for destination, nbytes in self._bytes.items()
+        )
+
+    def take(self, now: float) -> list[Transfer]:
+        """Remove and return all payloads."""
+        self._free.update(dict.fromkeys(self._bytes, now + FOLLOWING_SECONDS))
+        items, self.items = self.items, []
+        self._bytes.clear()
+        return items
 
 
 class SendingRule(ABC):

@@ -2,16 +2,17 @@
 
 A rank has a queue of compute tasks with one thread, and a link with two directions. Tasks become
 ready by the rules of the executor: a task enters its queue when its predecessors are done, a send
-is done when its message is handed to the link, and a receive when the message has arrived. The
-simulation is deterministic.
+is done when its message is handed to the link, and a receive when the message has arrived. Tasks
+that become ready together are one entry of the queue, and the thread does those that they make
+ready before the next entry. The simulation is deterministic.
 
 It leaves out time that a thread waits for a processor, and the coordinator's bytes on the links.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
@@ -28,10 +29,11 @@ from lightning_dlres.gradsync.plan.simulation.sending import (
     CoordinatedSending,
     CoordinatorCosts,
     DirectSending,
+    HeldTransfers,
     ReplayedSending,
     SendingRule,
 )
-from lightning_dlres.gradsync.plan.simulation.tasks import SimulatedUnit, TaskTable
+from lightning_dlres.gradsync.plan.simulation.tasks import SimulatedUnit, TaskTable, UnitTask
 from lightning_dlres.gradsync.plan.transmissions import Transfer, Transmission
 
 Coordinator = Literal["always", "replay", "none"]
@@ -110,6 +112,25 @@ def simulate(
     return _Simulation(step, is_traced).run(coordinator, order)
 
 
+class _ComputeThread:
+    """Queue of a rank's compute tasks, and the thread's own tasks and payloads.
+
+    Attributes:
+        entries: Tasks that became ready together, for each entry of the queue.
+        tasks: Tasks of the entry that the thread has taken, and those that they made ready.
+        sends: Payloads that the thread has not given to the thread of transfers.
+        is_busy: True while a task runs.
+    """
+
+    __slots__ = ("entries", "is_busy", "sends", "tasks")
+
+    def __init__(self) -> None:
+        self.entries: deque[list[UnitTask]] = deque()
+        self.tasks: deque[UnitTask] = deque()
+        self.sends = HeldTransfers()
+        self.is_busy = False
+
+
 class _Simulation:
     """State of one simulation."""
 
@@ -133,8 +154,7 @@ class _Simulation:
         self._unfinished = [len(plan.units)] * plan.world_size
         self._slowdowns = step.slowdowns or [1.0] * plan.world_size
         self._seconds = [_task_seconds(step.costs, unit.codec, unit.count) for unit in plan.units]
-        # Time at which each rank's compute thread has done all that is queued.
-        self._compute_free = [0.0] * plan.world_size
+        self._threads = [_ComputeThread() for _ in range(plan.world_size)]
         self._compute_busy = [0.0] * plan.world_size
         self._finish = [max(times.values(), default=0.0) for times in step.ready]
         # Payloads that have become ready at this time, by rank.
@@ -193,11 +213,9 @@ class _Simulation:
         units = [self._unit(rank, index) for index in indices]
         for unit in units:
             unit.has_started = True
-            for position in unit.table.initial:
-                self._enqueue(unit, position)
-        for unit in units:
-            for position in unit.early:
-                self._done(unit, position)
+        self._enqueue(rank, [(unit, position) for unit in units for position in unit.table.first])
+        early = [(unit, position) for unit in units for position in unit.early]
+        self._enqueue(rank, self._finish_tasks(rank, early))
 
     def _unit(self, rank: int, index: int) -> SimulatedUnit:
         """Return a unit of a rank, which is made at its start or with its first payload."""
@@ -218,66 +236,96 @@ class _Simulation:
             self._table_of[rank, owner] = table
         return table
 
-    def _enqueue(self, unit: SimulatedUnit, position: int) -> None:
-        """Put a ready task into the queue of its kind."""
-        task, rank = unit.table.graph[position], unit.rank
-        if task.kind is TaskKind.SEND:
-            assert task.peer is not None
-            entry = _STEP, unit.unit, int(task.part)
-            nbytes = self._step.payload_bytes[unit.unit]
-            self._ready[rank].append(Transfer(rank, task.peer, entry, nbytes))
+    def _enqueue(self, rank: int, ready: Sequence[UnitTask]) -> None:
+        """Add tasks to the queues of their kinds."""
+        computes = []
+        for task in ready:
+            if _is_send(task):
+                self._ready[rank].append(self._transfer(task))
+            else:
+                computes.append(task)
+        if computes:
+            thread = self._threads[rank]
+            thread.entries.append(computes)
+            if not thread.is_busy:
+                self._run_next(rank)
+
+    def _transfer(self, task: UnitTask) -> Transfer:
+        unit, position = task
+        send = unit.table.graph[position]
+        assert send.peer is not None
+        nbytes = self._step.payload_bytes[unit.unit]
+        return Transfer(unit.rank, send.peer, (_STEP, unit.unit, int(send.part)), nbytes)
+
+    def _run_next(self, rank: int) -> None:
+        """Start the next task of a rank's compute thread, if there is one."""
+        thread = self._threads[rank]
+        if not thread.tasks and thread.entries:
+            thread.tasks.extend(thread.entries.popleft())
+        thread.is_busy = bool(thread.tasks)
+        if not thread.is_busy:
             return
+        unit, position = thread.tasks.popleft()
+        task, now = unit.table.graph[position], self._clock.now
         seconds = self._seconds[unit.unit].of(task, rank) * self._slowdowns[rank]
-        start = max(self._clock.now, self._compute_free[rank])
-        end = self._compute_free[rank] = start + seconds
         self._compute_busy[rank] += seconds
         if self._spans is not None:
+            payload = unit.unit, int(task.part)
             self._spans.append(
-                SimulatedSpan(
-                    rank, task.kind.value, start, end, ((unit.unit, int(task.part)),), task.peer
-                )
+                SimulatedSpan(rank, task.kind.value, now, now + seconds, (payload,), task.peer)
             )
-        self._clock.at(end, self._compute_done, (unit, position))
+        self._clock.at(now + seconds, self._compute_done, (unit, position))
 
-    def _compute_done(self, task: tuple[SimulatedUnit, int]) -> None:
-        self._done(*task)
+    def _compute_done(self, task: UnitTask) -> None:
+        """Keep the tasks that a task makes ready for this thread, and its sends while they wait."""
+        rank = task[0].rank
+        thread = self._threads[rank]
+        for ready in self._finish_tasks(rank, [task]):
+            if _is_send(ready):
+                thread.sends.add(self._transfer(ready))
+            else:
+                thread.tasks.append(ready)
+        is_last = not thread.tasks and not thread.entries
+        if thread.sends.items and (is_last or thread.sends.is_due(self._clock.now)):
+            self._ready[rank] += thread.sends.take(self._clock.now)
+        self._run_next(rank)
 
-    def _done(self, unit: SimulatedUnit, position: int) -> None:
-        """Mark a task as done, and queue the tasks that it makes ready."""
-        pending = unit.pending
-        for successor in unit.table.successors[position]:
-            pending[successor] -= 1
-            if not pending[successor]:
-                self._enqueue(unit, successor)
-        unit.unfinished -= 1
-        if not unit.unfinished:
-            rank = unit.rank
-            del self._units[rank][unit.unit]
-            self._unfinished[rank] -= 1
-            if not self._unfinished[rank]:
-                self._finish[rank] = self._clock.now
+    def _finish_tasks(self, rank: int, tasks: Iterable[UnitTask]) -> list[UnitTask]:
+        """Mark tasks of a rank as done; return those that they make ready."""
+        ready: list[UnitTask] = []
+        for unit, position in tasks:
+            ready += [(unit, successor) for successor in unit.finish(position)]
+            if not unit.unfinished:
+                del self._units[rank][unit.unit]
+                self._unfinished[rank] -= 1
+                if not self._unfinished[rank]:
+                    self._finish[rank] = self._clock.now
+        return ready
 
     def _hand_over(self, message: Transmission) -> None:
         """Send a message; its send tasks are done."""
         self._order.append(message)
-        nbytes = 0
-        for _, index, part in message.entries:
-            nbytes += self._step.payload_bytes[index]
-            unit = self._units[message.source][index]
-            self._done(unit, unit.table.sends[message.destination, part])
-        self._links.send(
-            MessageInFlight(message.source, message.destination, message.entries, nbytes)
-        )
+        source, destination = message.source, message.destination
+        nbytes = sum(self._step.payload_bytes[index] for _, index, _ in message.entries)
+        self._links.send(MessageInFlight(source, destination, message.entries, nbytes))
+        units = self._units[source]
+        tasks = [
+            (units[index], units[index].table.sends[destination, part])
+            for _, index, part in message.entries
+        ]
+        self._enqueue(source, self._finish_tasks(source, tasks))
 
     def _arrive(self, message: MessageInFlight) -> None:
         """Deliver a message; payloads of units that have not started wait for their start."""
+        rank, tasks = message.destination, []
         for _, index, part in message.entries:
-            unit = self._unit(message.destination, index)
+            unit = self._unit(rank, index)
             position = unit.table.receives[message.source, part]
             if unit.has_started:
-                self._done(unit, position)
+                tasks.append((unit, position))
             else:
                 unit.early.append(position)
+        self._enqueue(rank, self._finish_tasks(rank, tasks))
         self._rule.arrived(message)
 
     def _trace_message(self, message: MessageInFlight, is_sending: bool) -> None:
@@ -295,6 +343,11 @@ class _Simulation:
                 peer,
             )
         )
+
+
+def _is_send(task: UnitTask) -> bool:
+    unit, position = task
+    return unit.table.graph[position].kind is TaskKind.SEND
 
 
 @dataclass(frozen=True, slots=True)

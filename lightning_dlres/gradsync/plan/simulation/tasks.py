@@ -10,23 +10,22 @@ class TaskTable:
 
     Attributes:
         graph: The tasks.
-        initial: Positions of the tasks that are ready when the gradient is, in order. A `RECEIVE`
-            is never among them: it is done when its payload has arrived.
+        first: Positions of the compute tasks without predecessors.
         pending: Number of predecessors of each task.
         successors: Positions of the tasks after each task.
         sends: Position of each `SEND` by peer and number of the part.
         receives: Position of each `RECEIVE` by peer and number of the part.
     """
 
-    __slots__ = ("graph", "initial", "pending", "receives", "sends", "successors")
+    __slots__ = ("first", "graph", "pending", "receives", "sends", "successors")
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.pending = tuple(len(task.after) for task in graph)
-        self.initial = tuple(
+        self.first = tuple(
             position
             for position, task in enumerate(graph)
-            if not task.after and task.kind is not TaskKind.RECEIVE
+            if not task.after and not task.kind.is_transfer
         )
         successors: list[list[int]] = [[] for _ in graph]
         for position, task in enumerate(graph):
@@ -60,6 +59,20 @@ class SimulatedUnit:
         self.pending = list(table.pending)
         self.unfinished = len(table.graph)
         self.early: list[int] = []
+
+    def finish(self, position: int) -> list[int]:
+        """Mark a task as done; return the positions of the tasks that it makes ready."""
+        self.unfinished -= 1
+        ready = []
+        for successor in self.table.successors[position]:
+            self.pending[successor] -= 1
+            if not self.pending[successor]:
+                ready.append(successor)
+        return ready
+
+
+# A unit on a rank, and the position of a task in its graph.
+UnitTask = tuple[SimulatedUnit, int]
 
 
 def _positions(graph: Graph, kind: TaskKind) -> dict[tuple[int, int], int]:
