@@ -1,7 +1,8 @@
 """Gradient synchronisation on many hosts, simulated from costs: efficiency at 4 to 1024 hosts.
 
-    python -m benchmarks.gradsync_scale           about 4 minutes
-    python -m benchmarks.gradsync_scale --real    real steps of 2, 3 and 4 hosts over simulated ones
+    python -m benchmarks.gradsync_scale           about 5 minutes
+    python -m benchmarks.gradsync_scale --real    about 8 minutes: real steps of 2, 3 and 4 hosts over
+                                                  simulated ones
     python -m benchmarks.gradsync_scale --quick   few hosts: the figures mean little
 
 The efficiency is the step of one host over the step with synchronisation, as samples per host do
@@ -17,8 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from benchmarks.support.command import Figures, conclude_on_testbed, flags
-from benchmarks.support.gradsync_scale_rank import LARGE, SMALL
+from benchmarks.support.gradsync_rank import LAYERS, WIDTH
 from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.ranks import Ranks
 from benchmarks.support.report import at_least, at_most, conclude, table
@@ -76,6 +79,7 @@ class Stated:
 # 105 MB of gradients, links of 10 Gbit/s, and codecs on a GPU that reads a gradient at 40 GB/s.
 STATED = Stated()
 REAL_HOSTS, RATE_MBIT, WARMUP, STEPS = (2, 3, 4), 200, 6, 5
+ELEMENTS = LAYERS * (WIDTH + 1) * WIDTH
 # Algorithm and options of each real contender.
 REAL_CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "raw, ring": (RAW, {"topology": "ring"}),
@@ -188,15 +192,14 @@ def compare(rounds: int) -> Figures:
     rows: list[list[Any]] = []
     costs: dict[int, str] = {}
     for hosts in REAL_HOSTS:
-        measured, answers = train(hosts, rounds)
-        sync_costs, coordinator_costs = costs_of(measured)
-        costs[hosts] = f"{sync_costs} {coordinator_costs}"
+        sync_costs, answers = train(hosts, rounds)
+        costs[hosts] = str(sync_costs)
         for name, (_, options) in REAL_CONTENDERS.items():
             steps = [step for replies in answers[name] for step in steps_of(replies)]
             real, ready = min(steps, key=lambda step: step[0])
             units = answers[name][0][0]["units"]
             result = simulate(
-                real_step(units, ready, options, sync_costs, coordinator_costs),
+                real_step(units, ready, options, sync_costs),
                 coordinator=options.get("coordinator", "none"),
             )
             seconds = [
@@ -218,14 +221,12 @@ def compare(rounds: int) -> Figures:
     return checks, {"rows": rows, "costs": costs, "rounds": rounds}
 
 
-def train(
-    hosts: int, rounds: int
-) -> tuple[list[dict[str, Any]], dict[str, list[list[dict[str, Any]]]]]:
-    """Return the measured costs of all ranks, and each contender's answers by round and rank."""
+def train(hosts: int, rounds: int) -> tuple[SyncCosts, dict[str, list[list[dict[str, Any]]]]]:
+    """Return the measured costs, and each contender's answers by round and rank."""
     answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in REAL_CONTENDERS}
     with Testbed([Host(rate=f"{RATE_MBIT}mbit") for _ in range(hosts)]) as bed:
         ranks = Ranks(RankStarter(bed, [RANK]), RANK, hosts, timeout=300.0)
-        measured = ranks.ask({"measure": ["tbq", "onebit"]})
+        measured = ranks.ask({"measure": ["tbq", "onebit"], "elements": ELEMENTS})[0]
         for number in range(1 + rounds):
             for name, (algorithm, options) in REAL_CONTENDERS.items():
                 order = {"contender": name, "algorithm": algorithm, "options": options}
@@ -233,40 +234,18 @@ def train(
                 if number:
                     answers[name].append(replies)
         ranks.close()
-    return measured, answers
+    return msgspec.convert(measured, SyncCosts), answers
 
 
-def costs_of(replies: Sequence[Mapping[str, Any]]) -> tuple[SyncCosts, CoordinatorCosts]:
-    """Return the costs that all ranks have measured: the slowest tasks, and each rank's link."""
-
-    def least(key: str) -> float:
-        """Return the seconds of the fastest exchange on its slowest rank: others start later."""
-        return min(map(max, zip(*(reply[key] for reply in replies), strict=True)))
-
-    codecs = {}
-    for name in replies[0]["codecs"]:
-        small, large = (
-            [max(reply["codecs"][name][size][task] for reply in replies) for task in range(3)]
-            for size in range(2)
-        )
-        lines = [_line(a, b) for a, b in zip(small, large, strict=True)]
-        codecs[name] = CodecCosts(encode=lines[0], merge=lines[1], decode=lines[2])
-    small_seconds, burst = least("small"), least("burst")
-    bandwidth = replies[0]["large_bytes"] / (least("large") - burst)
-    links = LinkCosts(
-        message_seconds=burst,
-        # The hosts are equal, and a rank's time also depends on its neighbour.
-        bandwidths=(bandwidth,) * len(replies),
-        latency_seconds=max(small_seconds - burst, 0.0),
-    )
-    unknown = LinearCost(fixed_seconds=0.0, seconds_per_item=0.0)
-    coordinator = CoordinatorCosts(
-        report_seconds=small_seconds,
-        plan_seconds=small_seconds,
+def coordinator_costs_of(costs: SyncCosts) -> CoordinatorCosts:
+    """Return the times of a coordinator whose reports and plans are small messages."""
+    links = costs.links
+    return CoordinatorCosts(
+        report_seconds=links.message_seconds + links.latency_seconds,
+        plan_seconds=links.message_seconds + links.latency_seconds,
         # The coordinator hands a plan over to each other rank.
-        handling_seconds=(len(replies) - 1) * max(reply["call"] for reply in replies),
+        handling_seconds=(len(links.bandwidths) - 1) * links.message_seconds,
     )
-    return SyncCosts(codecs=codecs, links=links, all_reduce=unknown), coordinator
 
 
 def steps_of(replies: Sequence[Mapping[str, Any]]) -> list[tuple[float, list[dict[str, float]]]]:
@@ -285,7 +264,6 @@ def real_step(
     ready: Sequence[Mapping[str, float]],
     options: Mapping[str, Any],
     costs: SyncCosts,
-    coordinator_costs: CoordinatorCosts,
 ) -> SimulatedStep:
     """Return the step of a real training, with its own plan and times of backward."""
     units = tuple(
@@ -298,14 +276,8 @@ def real_step(
         costs=costs,
         payload_bytes=payload_bytes(plan),
         ready=ready,
-        coordinator_costs=coordinator_costs,
+        coordinator_costs=coordinator_costs_of(costs),
     )
-
-
-def _line(small: float, large: float) -> LinearCost:
-    """Return the cost through the seconds of `SMALL` and of `LARGE` elements."""
-    slope = max(large - small, 0.0) / (LARGE - SMALL)
-    return LinearCost(fixed_seconds=max(small - SMALL * slope, 0.0), seconds_per_item=slope)
 
 
 if __name__ == "__main__":

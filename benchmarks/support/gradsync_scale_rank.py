@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,19 +21,15 @@ from benchmarks.support.gradsync_rank import LAYERS, SAMPLES, WIDTH
 from benchmarks.support.rpc import Message, RankRpc
 from lightning_dlres.codecs import base as registry
 from lightning_dlres.codecs.gradient import GradientCodec
-from lightning_dlres.core.comm.mailbox import Channel, Mailbox
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
-from lightning_dlres.gradsync.plan.plan import RAW
+from lightning_dlres.gradsync.execute.session import SyncSession
+from lightning_dlres.gradsync.profile.measurement import measure_costs
+from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 
-# Elements of the units that are measured.
-SMALL, LARGE = 4096, 1 << 18
-# Times that a task or an exchange of messages is repeated. The least time counts, because other
-# processes on the machine only add to it.
-_TIMES = 12
-# Bytes of messages, and large ones in a row: as many bytes as in a step wait for each other.
-_SMALL_BYTES, _LARGE_BYTES, _LARGE_MESSAGES, _LARGE_TIMES = 512, 1 << 20, 8, 4
+# A plan without decisions of the cost model.
+_DEFAULTS = {"topology": "ps", "coordinator": "none"}
 
 
 class TimedState(GradientSyncState):
@@ -72,7 +68,9 @@ class Training:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)]
         self.model = DistributedDataParallel(nn.Sequential(*layers), gradient_as_bucket_view=True)
-        self.state = TimedState(self.model.module, algorithm=algorithm, timeout=60.0, **options)
+        self.state = TimedState(
+            self.model.module, algorithm=algorithm, timeout=60.0, **_DEFAULTS | options
+        )
         self.model.register_comm_hook(self.state, compressed_hook)
 
     def steps(self, count: int, batch: Tensor) -> list[float]:
@@ -97,7 +95,7 @@ def main(rpc: RankRpc) -> None:
     trainings: dict[str, Training] = {}
     for order in rpc.orders():
         if "measure" in order:
-            rpc.reply(measure(order["measure"]))
+            rpc.reply(measure(order["measure"], order["elements"]))
         else:
             rpc.reply(train(order, trainings, batch))
 
@@ -118,85 +116,26 @@ def train(order: Message, trainings: dict[str, Training], batch: Tensor) -> Mess
     }
 
 
-def measure(codecs: list[str]) -> Message:
-    """Return the seconds of tasks and messages on this rank.
+def measure(codecs: list[str], elements: int) -> Message:
+    """Measure the costs with all ranks, and return them as plain data.
 
-    Returns:
-        "codecs": for each codec, the seconds of encode, merge and decode of `SMALL` and of `LARGE`
-        elements. "small", "burst", "large": for each of several exchanges, the seconds until a
-        small message, each of many small ones, and each of many with "large_bytes" have arrived.
-        "call": seconds to hand over a small message.
+    Args:
+        codecs: Names of the codecs.
+        elements: Elements of all gradients.
     """
-    times: dict[str, list[list[float]]] = {}
-    for name in (RAW, *codecs):
-        dist.barrier()
-        times[name] = [[_least(task) for task in _tasks(name, count)] for count in (SMALL, LARGE)]
-    return {"codecs": times, "large_bytes": _LARGE_BYTES, **_message_seconds()}
-
-
-def _tasks(name: str, count: int) -> tuple[Callable[[], object], ...]:
-    """Return encode, merge and decode of a codec, as `UnitRun` calls them."""
-    values, total = torch.randn(count), torch.zeros(count)
-    if name == RAW:
-        return (
-            lambda: values.view(torch.uint8),
-            lambda: total.add_(values),
-            lambda: torch.mul(values, 0.5, out=total),
-        )
-    codec = registry.codec(name)
-    assert isinstance(codec, GradientCodec)
-    state = codec.new_state(count, values.device)
-    payload = torch.empty(codec.payload_bytes(count), dtype=torch.uint8)
-    codec.compress(values, state, payload)
-    return (
-        lambda: codec.compress(values, state, payload),
-        lambda: codec.expand(payload, total, accumulate=True),
-        lambda: codec.expand(payload, total, scale=0.5),
+    session = SyncSession(timeout=60.0, check=lambda: None, tracer=Tracer(enabled=False))
+    costs = measure_costs(
+        ProbeMessages(session.mailbox),
+        gradient_codecs_of(codecs),
+        torch.device("cpu"),
+        elements=elements,
     )
-
-
-def _least(task: Callable[[], object]) -> float:
-    task()
-    seconds = []
-    for _ in range(_TIMES):
-        start = time.perf_counter()
-        task()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
-def _message_seconds() -> Message:
-    """Exchange messages with the neighbours; every link carries one in each direction."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    following, previous = (rank + 1) % world_size, (rank - 1) % world_size
-    group = dist.new_group(backend="gloo")
-    names = [f"rank {other}" for other in range(world_size)]
-    mailbox = Mailbox(
-        group, rank, names, timeout=60.0, check=lambda: None, tracer=Tracer(enabled=False)
-    )
-
-    def exchange(nbytes: int, count: int = 1) -> tuple[float, float]:
-        """Return the seconds of a message, and of its hand-over."""
-        tensor = torch.zeros(nbytes, dtype=torch.uint8)
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(count):
-            mailbox.send(following, Channel.GRADIENT, ("probe",), tensor)
-        handed_over = time.perf_counter()
-        for _ in range(count):
-            mailbox.receive(previous, Channel.GRADIENT, ("probe",), "a probe")
-        return (time.perf_counter() - start) / count, (handed_over - start) / count
-
-    exchange(_SMALL_BYTES)
-    small = [exchange(_SMALL_BYTES) for _ in range(_TIMES)]
-    burst = [exchange(_SMALL_BYTES, 20) for _ in range(_TIMES)]
-    large = [exchange(_LARGE_BYTES, _LARGE_MESSAGES) for _ in range(_LARGE_TIMES)]
     dist.barrier()
-    mailbox.close(orderly=True)
-    dist.destroy_process_group(group)
-    return {
-        "small": [seconds for seconds, _ in small],
-        "burst": [seconds for seconds, _ in burst],
-        "large": [seconds for seconds, _ in large],
-        "call": min(call for _, call in burst),
-    }
+    session.close(orderly=True)
+    return asdict(costs)
+
+
+def gradient_codecs_of(names: list[str]) -> dict[str, GradientCodec]:
+    """Return codecs by name, with their default options."""
+    codecs = {name: registry.codec(name) for name in names}
+    return {name: codec for name, codec in codecs.items() if isinstance(codec, GradientCodec)}
