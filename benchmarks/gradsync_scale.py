@@ -1,13 +1,14 @@
 """Gradient synchronisation on many hosts, simulated from costs: efficiency at 4 to 1024 hosts.
 
     python -m benchmarks.gradsync_scale           about 5 minutes
-    python -m benchmarks.gradsync_scale --real    about 8 minutes: real steps of 2, 3 and 4 hosts over
-                                                  simulated ones
+    python -m benchmarks.gradsync_scale --real    about 8 minutes: real steps over simulated ones
     python -m benchmarks.gradsync_scale --quick   few hosts: the figures mean little
 
 The efficiency is the step of one host over the step with synchronisation, as samples per host do
 not change. The costs are stated, not measured: see `STATED`. With `--real`, costs, plans and times
-of backward are measured on a testbed, which needs root (see benchmarks/support/testbed).
+of backward are measured on a testbed of 2, 3 and 4 hosts, which needs root (see
+benchmarks/support/testbed). The fastest real step is compared, since other processes on the machine
+only add to it.
 """
 
 from __future__ import annotations
