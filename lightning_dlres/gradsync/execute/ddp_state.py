@@ -52,8 +52,10 @@ from lightning_dlres.gradsync.execute.session import (
     SyncSession,
     all_ranks_agree,
     all_reduce_mean,
+    flat_gradients,
     gloo_group,
     gradient_codecs,
+    spec_of,
 )
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
@@ -171,7 +173,7 @@ class GradientSyncState:
         for name, parameter in parameters:
             if parameter.requires_grad:
                 self._names[parameter] = name
-                self._specs.append(GradientSpec(name=name, count=parameter.numel()))
+                self._specs.append(spec_of(name, parameter))
         self._is_learning = not self._specs
 
     @property
@@ -218,6 +220,9 @@ class GradientSyncState:
             self._step += 1
             self._is_learning = False
         buffer = bucket.buffer()
+        if buffer.is_sparse:
+            # A bucket of its own, as only embeddings have.
+            return all_reduce_mean(buffer)
         if is_learning:
             self._learn(bucket)
             return all_reduce_mean(buffer)
@@ -348,7 +353,7 @@ class GradientSyncState:
     def _learn(self, bucket: GradBucket) -> None:
         for parameter in bucket.parameters():
             name = self._names.setdefault(parameter, f"parameter {len(self._specs)}")  # type: ignore[arg-type]
-            self._specs.append(GradientSpec(name=name, count=parameter.numel()))
+            self._specs.append(spec_of(name, parameter))
 
     def _plan_on(
         self, session: SyncSession, device: torch.device, element_bytes: int
@@ -427,14 +432,9 @@ class GradientSyncState:
         return CodecChoice(codec=codec, partitions=partitions)
 
     def _gradients_of(self, bucket: GradBucket) -> dict[str, Tensor]:
-        """Return flat views of a bucket's gradients by name, whatever their strides."""
-        buffer = bucket.buffer()
-        gradients = {}
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            start = gradient.storage_offset() - buffer.storage_offset()
-            name = self._names[parameter]  # type: ignore[index]
-            gradients[name] = buffer[start : start + gradient.numel()]
-        return gradients
+        """Return flat real views of a bucket's gradients by name."""
+        names = [self._names[parameter] for parameter in bucket.parameters()]  # type: ignore[index]
+        return dict(zip(names, flat_gradients(bucket), strict=True))
 
     def _finish(self, future: Future[Tensor], buffer: Tensor, error: BaseException | None) -> None:
         if error is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from lightning_dlres.codecs import base as registry
@@ -22,6 +23,7 @@ from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
+from lightning_dlres.gradsync.plan.units import GradientSpec
 
 
 class SyncSession:
@@ -144,6 +146,25 @@ def all_reduce_mean(buffer: Tensor) -> Future[Tensor]:
     work = dist.all_reduce(buffer.mul_(1 / dist.get_world_size()), async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+
+
+def spec_of(name: str, parameter: Tensor) -> GradientSpec:
+    """Return the description of a parameter's gradient, whose complex elements are two real ones."""
+    parts = 2 if parameter.is_complex() else 1
+    return GradientSpec(name=name, count=parts * parameter.numel())
+
+
+def flat_gradients(bucket: GradBucket) -> list[Tensor]:
+    """Return flat views of a bucket's gradients, whatever their strides, in the order of the
+    bucket's parameters. Views of complex gradients are real, and twice as long."""
+    buffer = bucket.buffer()
+    views = []
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        # DDP flattens complex gradients to real ones, but counts complex elements.
+        parts = 2 if parameter.is_complex() else 1
+        start = parts * (gradient.storage_offset() - buffer.storage_offset())
+        views.append(buffer[start : start + parts * parameter.numel()])
+    return views
 
 
 def gradient_codecs(

@@ -120,9 +120,15 @@ class MomentumSync:
         """Start to average the gradients of a bucket; return its future buffer.
 
         Gradients are kept if the optimizer synchronises the momenta of their parameters.
+
+        Raises:
+            ConfigError: If the gradients are sparse.
         """
         self.has_hook = True
         buffer = bucket.buffer()
+        if buffer.is_sparse:
+            rule, fix = "dense with OneBitAdam", "sparse=False in the embedding"
+            raise ConfigError(got_expected("gradients", "sparse ones", rule, fix))
         averaged = [
             gradient
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
