@@ -91,8 +91,8 @@ class GradientSyncState:
             ready. "auto" tries both at the start, and takes "replay" if it gains more than 2 %.
         min_bytes: Gradients with fewer bytes are not compressed.
         timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
-        optimizers: Optimizers that get the gradients. "auto" takes one- and two-bit codecs only if
-            all of them are `torch.optim.SGD`; None counts as others.
+        optimizers: Optimizers that get the gradients. "auto" takes only codecs that suit them; None
+            counts as optimizers like Adam.
         check: Called while waiting; raises if a rank is known to have failed.
         keeps_previous: True makes `undo_step` possible, with a second copy of the residuals. Use it
             with a gradient scaler, which skips steps.

@@ -149,7 +149,7 @@ def all_reduce_mean(buffer: Tensor) -> Future[Tensor]:
 
 
 def spec_of(name: str, parameter: Tensor) -> GradientSpec:
-    """Return the description of a parameter's gradient, whose complex elements are two real ones."""
+    """Return the description of a gradient; a complex element counts as two real ones."""
     parts = 2 if parameter.is_complex() else 1
     return GradientSpec(name=name, count=parts * parameter.numel())
 

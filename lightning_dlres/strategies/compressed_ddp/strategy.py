@@ -60,10 +60,9 @@ class CompressedDDPStrategy(DDPStrategy):
 
     Args:
         algorithm: "auto" measures the ranks and links at the start, prints a table, and takes the
-            algorithm with the shortest predicted step, or `DDPStrategy`'s all-reduce. It takes one-
-            and two-bit codecs for `torch.optim.SGD` only. Other values: the name of a gradient
-            codec, "raw" for uncompressed gradients over the same tasks, or "none" for the
-            all-reduce.
+            algorithm with the shortest predicted step, or `DDPStrategy`'s all-reduce. It takes no
+            codec with less than 8 bits per element. Other values: the name of a gradient codec,
+            "raw" for uncompressed gradients over the same tasks, or "none" for the all-reduce.
         codec_options: Keyword arguments of the codec.
         topology: "ps" (each rank is the parameter server of a part of the gradients), "ring", or
             "auto" for the one with the shorter predicted step.

@@ -91,9 +91,9 @@ def test_all_ranks_take_the_decision_of_rank_0(pool: RankPool, world_size: int) 
     assert {contender.topology for contender in first.contenders} == {"", "ps", "ring"}
 
 
-def test_one_and_two_bits_are_candidates_for_sgd(pool: RankPool) -> None:
+def test_every_codec_of_auto_is_a_candidate_for_sgd(pool: RankPool) -> None:
     (decision, _), _ = pool.run(plan, 2, {"is_adam_like": False, "topology": "ps"})
-    assert {"terngrad", "int8"} <= {contender.algorithm for contender in decision.contenders}
+    assert {"fp16", "bf16", "int8"} <= {contender.algorithm for contender in decision.contenders}
     assert {contender.topology for contender in decision.contenders} == {"", "ps"}
 
 
