@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from lightning_dlres.core.comm.collectives import (
 )
 from lightning_dlres.core.comm.liveness import Watch
 from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
-from lightning_dlres.core.errors import ConfigError, PeerLostError
+from lightning_dlres.core.errors import ConfigError, PeerError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire.tree import Tree
 
@@ -33,6 +35,12 @@ from lightning_dlres.core.wire.tree import Tree
 _TIMEOUT_AFTER_FAILURE_SECONDS = 10.0
 # Longest wait for the watch's connections at the start, in seconds.
 _WATCH_DEADLINE_SECONDS = 30.0
+# Longest wait for the watch to notice the rank that broke a collective, in seconds. A rank that
+# hangs may break a collective a few heartbeats before the watch's deadline.
+_REASON_SECONDS = 5.0
+_POLL_SECONDS = 0.02
+# Parts of the messages of errors that torch's collectives raise when a rank is lost or late.
+_SIGNS_OF_A_LOST_RANK = ("gloo", "pair closure", "NCCL")
 
 
 def check_backend(backend: object) -> None:
@@ -162,6 +170,34 @@ class Connection:
             if self._watch is not None and self._watch.failure is None:
                 self._watch.announce(self._failure)
 
+    @contextmanager
+    def naming_lost_ranks(self) -> Iterator[None]:
+        """Context manager that replaces an error of a collective of torch, which names no rank.
+
+        Raises:
+            PeerLostError: If a collective failed; the message names the rank, if it is known.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, PeerError) or not _is_of_a_collective(error):
+                raise
+            raise self.reason_of(error) from error
+
+    def reason_of(self, error: BaseException) -> BaseException:
+        """Return the failure of the rank that broke a collective of torch; the error itself if it
+        is another one. Waits for some seconds for the watch to notice the failure."""
+        if isinstance(error, PeerError) or not _is_of_a_collective(error):
+            return error
+        deadline = time.monotonic() + min(self.timeout, _REASON_SECONDS)
+        while time.monotonic() < deadline:
+            try:
+                self.check()
+            except PeerLostError as reason:
+                return reason
+            time.sleep(_POLL_SECONDS)
+        return PeerLostError(f"A rank was lost or late in a collective call: {error}")
+
     def shorten_timeout(self) -> None:
         """Wait for other ranks only briefly from now on, because this rank has raised."""
         self.timeout = self.mailbox.timeout = min(self.timeout, _TIMEOUT_AFTER_FAILURE_SECONDS)
@@ -244,6 +280,12 @@ def is_child_of_rank_0(environment: ClusterEnvironment) -> bool:
         and environment.node_rank() == 0
         and environment.local_rank() > 0
     )
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Return True for an error that a collective of torch raises when a rank is lost or late."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_A_LOST_RANK)
 
 
 def _no_check() -> None:

@@ -265,12 +265,17 @@ class MomentumSync:
         Raises:
             PeerError: If a rank does not call it in time.
         """
-        failure = self.failure
-        if self._session is not None:
-            if failure is None:
+        try:
+            if self._session is not None and self.failure is None:
                 # The last messages of other ranks may still need the coordinator, or pass this
                 # rank.
                 self.agree(True)
+        finally:
+            self._end_session()
+
+    def _end_session(self) -> None:
+        failure = self.failure
+        if self._session is not None:
             self._session.close(orderly=failure is None)
         if self._control is not None and failure is None:
             dist.destroy_process_group(self._control)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +14,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dlres.core.checks import finite, flag, timeout_seconds
-from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
@@ -33,6 +32,7 @@ from lightning_dlres.gradsync.optimizers.momentum_hook import momentum_hook
 from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
 from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance
+from lightning_dlres.strategies.compressed_ddp.named_failures import NamedFailuresStrategy
 from lightning_dlres.strategies.compressed_ddp.optimizers import (
     momentum_of,
     unwrapped,
@@ -45,7 +45,7 @@ from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoade
 from lightning_dlres.strategies.connection import Connection, check_backend, require_script
 
 
-class CompressedDDPStrategy(DDPStrategy):
+class CompressedDDPStrategy(NamedFailuresStrategy):
     """Data parallel strategy that sends compressed gradients, for slow links between the ranks.
 
     It is Lightning's `DDPStrategy` with another synchronisation of gradients, on the CPU and on
@@ -144,7 +144,6 @@ class CompressedDDPStrategy(DDPStrategy):
         self._balance: SpeedBalance | None = None
         self._recorder = StepRecorder(self.tracer)
         self._momentum: MomentumSync | None = None
-        self._connection: Connection | None = None
         self._loaded_states: list[Mapping[str, Any]] = []
         self._uneven_loaders: list[UnevenLoader] = []
         # Samples of the current batch, and whether any batch of this optimizer step had data.
@@ -293,6 +292,8 @@ class CompressedDDPStrategy(DDPStrategy):
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
         except Exception as error:
             failure = (self._momentum or self._state).failure
+            if failure is None and self._connection is not None:
+                failure = self._connection.reason_of(error)
             if failure is None or failure is error:
                 raise
             # DistributedDataParallel shows only the type of an error in its hook.
@@ -388,7 +389,8 @@ class CompressedDDPStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self._connection is not None and not isinstance(exception, SIGTERMException):
-            self._connection.announce_failure(exception)
+            # A collective that the user's code has called may be broken by another rank.
+            self._connection.announce_failure(self._connection.reason_of(exception))
 
     @contextmanager
     def _announcing_failures(self) -> Iterator[None]:
@@ -405,8 +407,10 @@ class CompressedDDPStrategy(DDPStrategy):
         self._uneven_loaders.clear()
         connection, self._connection = self._connection, None
         try:
-            if connection is not None and not connection.failed:
-                (self._momentum or self._state).close()
+            if connection is not None:
+                # After a failure the threads end, too: they would abort the process at its exit.
+                with suppress(PeerError) if connection.failed else nullcontext():
+                    (self._momentum or self._state).close()
         finally:
             if connection is not None:
                 connection.close()
