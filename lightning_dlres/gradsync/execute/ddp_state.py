@@ -252,7 +252,8 @@ class GradientSyncState:
             raise ConfigError(
                 got_expected("keeps_previous", False, "True for `undo_step`", "keeps_previous=True")
             )
-        self._states.undo(self._step - 1)
+        if self._session is not None:
+            self._session.synchroniser.undo_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the codecs' states of this rank: numbers, strings and tensors.

@@ -6,6 +6,8 @@ rank that completes a unit's sum keeps another one for the sum.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from lightning_dlres.codecs.gradient import GradientCodec, State
@@ -21,8 +23,6 @@ class CodecStates:
 
     def __init__(self) -> None:
         self._states: dict[StateKey, State] = {}
-        # Step and copy of the states at its start, for `undo`; None for a state that was new.
-        self._before: dict[StateKey, tuple[int, State | None]] = {}
 
     def of(self, unit: SyncUnit, part: Part, codec: GradientCodec, device: torch.device) -> State:
         """Return the state of a unit's own gradient or of its sum; a new one at first.
@@ -39,34 +39,49 @@ class CodecStates:
             self._states[key] = codec.new_state(unit.count, device, is_aggregator=is_sum)
         return self._states[key]
 
-    def remember(self, step: int, unit: SyncUnit) -> None:
-        """Copy the states of a unit before a step that may be undone."""
-        for part in Part:
-            key = unit.gradient, unit.start, unit.stop, part
-            state = self._states.get(key)
-            _, copies = self._before.get(key, (step, None))
-            if state is not None and copies is not None:
-                for name, tensor in state.items():
-                    copies[name].copy_(tensor)
-            elif state is not None:
-                copies = {name: tensor.clone() for name, tensor in state.items()}
-            self._before[key] = step, copies if state is not None else None
-
-    def undo(self, step: int) -> None:
-        """Give the states that were copied before a step their old values."""
-        for key, (copied, before) in self._before.items():
-            if copied != step:
-                continue
-            if before is None:
-                self._states.pop(key, None)
-                continue
-            for name, tensor in before.items():
-                self._states[key][name].copy_(tensor)
-
     def items(self) -> dict[StateKey, State]:
         """Return all states by key."""
         return self._states
 
-    def clear(self) -> None:
-        """Forget all states."""
-        self._states.clear()
+
+class StateCopies:
+    """Copies of states from before some steps, so that these can be undone.
+
+    Args:
+        states: States that the steps change.
+    """
+
+    def __init__(self, states: CodecStates) -> None:
+        self._states = states.items()
+        # Kept for later steps, so that their memory is allocated once. None for a state that did
+        # not exist.
+        self._copies: dict[StateKey, State | None] = {}
+        self._saved: set[StateKey] = set()
+
+    def save(self, units: Iterable[SyncUnit]) -> None:
+        """Copy the states of units, unless they are saved already."""
+        keys = {(u.gradient, u.start, u.stop, part) for u in units for part in Part}
+        for key in keys - self._saved:
+            state, copies = self._states.get(key), self._copies.get(key)
+            if state is None:
+                self._copies[key] = None
+            elif copies is None:
+                self._copies[key] = {name: tensor.clone() for name, tensor in state.items()}
+            else:
+                for name, tensor in state.items():
+                    copies[name].copy_(tensor)
+            self._saved.add(key)
+
+    def restore(self) -> None:
+        """Give the states their saved values; those that did not exist are removed."""
+        for key in self._saved:
+            copies = self._copies[key]
+            if copies is None:
+                self._states.pop(key, None)
+                continue
+            for name, tensor in copies.items():
+                self._states[key][name].copy_(tensor)
+
+    def forget(self) -> None:
+        """Begin anew: the next `save` copies all states."""
+        self._saved.clear()

@@ -13,7 +13,7 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
 from lightning_dlres.gradsync.execute.executor import SyncExecutor
-from lightning_dlres.gradsync.execute.states import CodecStates
+from lightning_dlres.gradsync.execute.states import CodecStates, StateCopies
 from lightning_dlres.gradsync.execute.unit_graphs import unit_graph
 from lightning_dlres.gradsync.execute.unit_run import StepOptions, UnitRun, UnitTasks
 from lightning_dlres.gradsync.plan.graph import Part, TaskKind
@@ -36,8 +36,8 @@ class GradientSynchroniser:
         replay_from: First step that repeats the messages of the step before, without the
             coordinator; None asks it in every step.
         states: States of this rank's codecs, such as those of a checkpoint; None: new ones.
-        keeps_previous: True copies the codecs' states before each step, so that
-            `states.undo(step)` can undo the last one.
+        keeps_previous: True copies the codecs' states before each step, so that `undo_step` can
+            undo the last one.
 
     Attributes:
         plan: The plan.
@@ -69,7 +69,8 @@ class GradientSynchroniser:
             )
         self.plan, self.coordinator = plan, coordinator
         self.states = CodecStates() if states is None else states
-        self._keeps_previous = keeps_previous
+        self._before_step = StateCopies(self.states) if keeps_previous else None
+        self._newest_step = -1
         self._codecs = dict(codecs)
         self._rank, self._world_size = mailbox.rank, plan.world_size
         self._feedback = has_error_feedback, has_sum_feedback
@@ -147,9 +148,11 @@ class GradientSynchroniser:
             for name, gradient in gradients.items()
             for tasks in self._units[name]
         ]
-        if self._keeps_previous:
-            for run in runs:
-                self.states.remember(step, run.unit)
+        if self._before_step is not None:
+            if step != self._newest_step:
+                self._before_step.forget()
+            self._before_step.save(run.unit for run in runs)
+        self._newest_step = step
         self._executor.start(step, runs, on_done)
 
     def run(self, step: int, gradients: Mapping[str, Tensor], *, loss_scale: float = 1.0) -> None:
@@ -163,6 +166,11 @@ class GradientSynchroniser:
         finished.wait()
         if self.failure is not None:
             raise self.failure
+
+    def undo_step(self) -> None:
+        """Give the codecs' states their values of before the last step; needs `keeps_previous`."""
+        assert self._before_step is not None
+        self._before_step.restore()
 
     def close(self) -> None:
         """End the threads."""

@@ -18,7 +18,7 @@ from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.saved_states import save_states
-from lightning_dlres.gradsync.execute.states import CodecStates
+from lightning_dlres.gradsync.execute.states import CodecStates, StateCopies
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec, partitions_for
@@ -30,7 +30,6 @@ from lightning_dlres.pipeline.execute.gradients import (
 )
 from lightning_dlres.pipeline.execute.partition import ModelLayers, Owners
 from lightning_dlres.pipeline.execute.replica_residuals import (
-    StateCopies,
     load_replica_states,
     merge_states,
 )

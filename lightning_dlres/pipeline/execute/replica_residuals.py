@@ -1,4 +1,4 @@
-"""What compression between replicas keeps from step to step: undone, saved and loaded.
+"""Residuals of compression between replicas in checkpoints: saved and loaded.
 
 A checkpoint has the states of every replica, each with the gradients of all its stages. So it can
 be loaded under a plan with other stages. Gradients of the pipeline are sums over the replicas. With
@@ -8,61 +8,16 @@ another number of replicas, their residuals therefore keep their sum, not their 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lightning_dlres.codecs.gradient import GradientCodec, State
+from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.gradsync.execute.saved_states import SavedStates, restore_states, save_states
-from lightning_dlres.gradsync.execute.states import CodecStates, StateKey
-from lightning_dlres.gradsync.plan.graph import Part
+from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.plan.plan import SyncPlan
-from lightning_dlres.gradsync.plan.units import SyncUnit
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-
-
-class StateCopies:
-    """Copies of states from before some steps, so that these can be undone.
-
-    Args:
-        states: States that the steps change.
-    """
-
-    def __init__(self, states: CodecStates) -> None:
-        self._states = states.items()
-        # Kept for later steps, so that their memory is allocated once. None for a state that did
-        # not exist.
-        self._copies: dict[StateKey, State | None] = {}
-        self._saved: set[StateKey] = set()
-
-    def save(self, units: Iterable[SyncUnit]) -> None:
-        """Copy the states of units, unless they are saved already."""
-        keys = {(u.gradient, u.start, u.stop, part) for u in units for part in Part}
-        for key in keys - self._saved:
-            state, copies = self._states.get(key), self._copies.get(key)
-            if state is None:
-                self._copies[key] = None
-            elif copies is None:
-                self._copies[key] = {name: tensor.clone() for name, tensor in state.items()}
-            else:
-                for name, tensor in state.items():
-                    copies[name].copy_(tensor)
-            self._saved.add(key)
-
-    def restore(self) -> None:
-        """Give the states their saved values; those that did not exist are removed."""
-        for key in self._saved:
-            copies = self._copies[key]
-            if copies is None:
-                self._states.pop(key, None)
-                continue
-            for name, tensor in copies.items():
-                self._states[key][name].copy_(tensor)
-
-    def forget(self) -> None:
-        """Begin anew: the next `save` copies all states."""
-        self._saved.clear()
 
 
 def merge_states(states: Sequence[Mapping[str, Any]], plan: PipelinePlan) -> dict[str, Any]:

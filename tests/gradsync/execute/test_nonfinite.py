@@ -82,7 +82,7 @@ def synchronise(
                 opened.sync.run(step, own, loss_scale=scale)
                 own = {key: value / scale for key, value in own.items()}
                 if not all(value.isfinite().all() for value in own.values()):
-                    opened.sync.states.undo(step)
+                    opened.sync.undo_step()
                     scale /= 2
             means.append(own)
             for state in opened.sync.states.items().values():
