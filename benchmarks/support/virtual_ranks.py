@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_dlres.codecs import codec
 from lightning_dlres.codecs.gradient import GradientCodec, State
 from lightning_dlres.gradsync.plan.graph import Part
-from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, make_plan
-from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit, partitions_for
+from lightning_dlres.gradsync.plan.plan import RAW, choices_by_size, make_plan
+from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit
 from lightning_dlres.kernels.gradients.layout import BLOCK
 
 
@@ -54,13 +54,9 @@ class VirtualRanks:
             self._codec = made
         self._feedback = {Part.GRADIENT: has_error_feedback, Part.SUM: has_sum_feedback}
         specs = [GradientSpec(name=n, count=p.numel()) for n, p in parameters.items()]
-        total = sum(spec.count for spec in specs)
-        choices = []
-        for spec in specs:
-            is_raw = self._codec is None or 4 * spec.count < min_bytes
-            is_divisible = is_raw or (self._codec is not None and self._codec.is_divisible)
-            count = partitions_for(spec.count, total, world_size) if is_divisible else 1
-            choices.append(CodecChoice(codec=RAW if is_raw else algorithm, partitions=count))
+        choices = choices_by_size(
+            specs, self._codec, least_elements=-(-min_bytes // 4), world_size=world_size
+        )
         self.plan = make_plan(specs, choices, world_size=world_size, topology="ps", alignment=BLOCK)
         self._states: dict[tuple[int, int, Part], State] = {}
         self._step = 0

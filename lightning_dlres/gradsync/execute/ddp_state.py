@@ -62,8 +62,8 @@ from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.cost_model import auto_codecs
 from lightning_dlres.gradsync.plan.decision import SyncDecision
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
-from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
-from lightning_dlres.gradsync.plan.units import GradientSpec, partitions_for
+from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan, choices_by_size, make_plan
+from lightning_dlres.gradsync.plan.units import GradientSpec
 from lightning_dlres.kernels.gradients.layout import BLOCK
 
 NONE = "none"
@@ -363,7 +363,12 @@ class GradientSyncState:
         if AUTO not in (self._algorithm, self._topology):
             return make_plan(
                 self._specs,
-                [self._choose(spec) for spec in self._specs],
+                choices_by_size(
+                    self._specs,
+                    self._codecs.get(self._algorithm),
+                    least_elements=-(-self._min_bytes // 4),
+                    world_size=dist.get_world_size(),
+                ),
                 world_size=dist.get_world_size(),
                 topology=self._topology,
                 alignment=BLOCK,
@@ -421,16 +426,6 @@ class GradientSyncState:
             gradient.add_(unsent.to(gradient), alpha=self.loss_scale)
         if bucket.is_last():
             self._saved = []
-
-    def _choose(self, spec: GradientSpec) -> CodecChoice:
-        """Return the codec and the partitions of a gradient."""
-        is_raw = self.algorithm == RAW or 4 * spec.count < self._min_bytes
-        codec = RAW if is_raw else self.algorithm
-        partitions = 1
-        if is_raw or self._codecs[codec].is_divisible:
-            total = sum(other.count for other in self._specs)
-            partitions = partitions_for(spec.count, total, dist.get_world_size())
-        return CodecChoice(codec=codec, partitions=partitions)
 
     def _gradients_of(self, bucket: GradBucket) -> dict[str, Tensor]:
         """Return flat real views of a bucket's gradients by name."""

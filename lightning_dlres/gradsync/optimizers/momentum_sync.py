@@ -30,8 +30,14 @@ from lightning_dlres.gradsync.execute.session import (
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
-from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
-from lightning_dlres.gradsync.plan.units import GradientSpec, partitions_for
+from lightning_dlres.gradsync.plan.plan import (
+    RAW,
+    CodecChoice,
+    SyncPlan,
+    choices_by_size,
+    make_plan,
+)
+from lightning_dlres.gradsync.plan.units import GradientSpec
 from lightning_dlres.kernels.gradients.layout import BLOCK
 
 # Momenta are encoded as float32, whatever the parameter's dtype.
@@ -283,7 +289,12 @@ class MomentumSync:
 
     def _open(self) -> SyncSession:
         """Connect the ranks; called by all of them together."""
-        choices = [self._choose(spec) for spec in self._specs]
+        choices = choices_by_size(
+            self._specs,
+            self._codecs.get(self._algorithm),
+            least_elements=-(-self._min_bytes // _ELEMENT_BYTES),
+            world_size=self.world_size,
+        )
         flags = GradientSpec(name=_FLAGS, count=1 + len(self._specs))
         plan = make_plan(
             [*self._specs, flags],
@@ -316,16 +327,6 @@ class MomentumSync:
                 stacklevel=2,
             )
         return states
-
-    def _choose(self, spec: GradientSpec) -> CodecChoice:
-        """Return the codec and the partitions of a momentum."""
-        is_raw = self._algorithm == RAW or _ELEMENT_BYTES * spec.count < self._min_bytes
-        codec = RAW if is_raw else self._algorithm
-        partitions = 1
-        if is_raw or self._codecs[codec].is_divisible:
-            total = sum(other.count for other in self._specs)
-            partitions = partitions_for(spec.count, total, self.world_size)
-        return CodecChoice(codec=codec, partitions=partitions)
 
 
 def _rank() -> int:

@@ -10,12 +10,19 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.checks import one_of, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
-from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit, assign_owners, cut
+from lightning_dlres.gradsync.plan.units import (
+    GradientSpec,
+    SyncUnit,
+    assign_owners,
+    cut,
+    partitions_for,
+)
 
 RAW = "raw"
 
@@ -107,6 +114,31 @@ class CodecChoice:
 
     codec: str
     partitions: int
+
+
+def choices_by_size(
+    gradients: Sequence[GradientSpec],
+    codec: GradientCodec | None,
+    *,
+    least_elements: int,
+    world_size: int,
+) -> list[CodecChoice]:
+    """Return choices that compress every gradient from some size on.
+
+    Args:
+        gradients: The gradients.
+        codec: Codec of the large gradients; None sends all gradients as they are.
+        least_elements: Elements of the smallest gradient that is compressed.
+        world_size: Number of ranks, which share the merging of large gradients.
+    """
+    total = sum(gradient.count for gradient in gradients)
+    choices = []
+    for gradient in gradients:
+        used = codec if gradient.count >= least_elements else None
+        is_divisible = used is None or used.is_divisible
+        partitions = partitions_for(gradient.count, total, world_size) if is_divisible else 1
+        choices.append(CodecChoice(codec=RAW if used is None else used.name, partitions=partitions))
+    return choices
 
 
 def make_plan(

@@ -20,8 +20,14 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.saved_states import save_states
 from lightning_dlres.gradsync.execute.states import CodecStates, StateCopies
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
-from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
-from lightning_dlres.gradsync.plan.units import GradientSpec, partitions_for
+from lightning_dlres.gradsync.plan.plan import (
+    RAW,
+    CodecChoice,
+    SyncPlan,
+    choices_by_size,
+    make_plan,
+)
+from lightning_dlres.gradsync.plan.units import GradientSpec
 from lightning_dlres.kernels.gradients.layout import BLOCK
 from lightning_dlres.pipeline.execute.gradients import (
     BUCKET_BYTES,
@@ -273,12 +279,8 @@ def _sync_plan(
     replicas: int,
 ) -> SyncPlan:
     """Return the plan of the compressed gradients of a stage, and of the flags of each bucket."""
-    total = sum(p.numel() for p in names)
-    specs, choices = [], []
-    for parameter, name in names.items():
-        specs.append(GradientSpec(name=name, count=parameter.numel()))
-        pieces = partitions_for(parameter.numel(), total, replicas) if codec.is_divisible else 1
-        choices.append(CodecChoice(codec=codec.name, partitions=pieces))
+    specs = [GradientSpec(name=name, count=p.numel()) for p, name in names.items()]
+    choices = choices_by_size(specs, codec, least_elements=0, world_size=replicas)
     for index, bucket in enumerate(buckets):
         specs.append(GradientSpec(name=flags_name(index), count=len(bucket.parameters)))
         choices.append(CodecChoice(codec=RAW, partitions=1))
