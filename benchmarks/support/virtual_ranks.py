@@ -80,7 +80,7 @@ class VirtualRanks:
         step_codec = self._codec.at_step(self._step)
         total = torch.empty(unit.count)
         for rank, part in enumerate(parts):
-            if rank == unit.owner:
+            if rank == unit.owner and not step_codec.transforms_gradient:
                 total = part.clone() if rank == 0 else total + part
                 continue
             payload = self._compress(step_codec, unit, Part.GRADIENT, rank, part)
