@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.strategies.connection import (
     Connection,
+    announcing_failures,
     check_backend,
     join_process_group,
     require_script,
@@ -255,19 +256,9 @@ class ConnectedStrategy(ParallelStrategy):
             self.teardown()
             raise error from cause
 
-    @contextmanager
-    def _announcing_failures(self) -> Iterator[None]:
-        """Context manager that tells the other ranks of a failure at once.
-
-        `on_exception` would be too late. Lightning calls the user's hooks before it, and such a
-        hook may wait for ranks that do not know of the failure.
-        """
-        try:
-            yield
-        except BaseException as error:
-            if self._connection is not None:
-                self._connection.announce_failure(error)
-            raise
+    def _announcing_failures(self) -> AbstractContextManager[None]:
+        """Context manager that tells the other ranks of a failure at once."""
+        return announcing_failures(lambda: self._connection)
 
 
 def _no_check() -> None:

@@ -270,6 +270,25 @@ class Connection:
         )
 
 
+@contextmanager
+def announcing_failures(connection: Callable[[], Connection | None]) -> Iterator[None]:
+    """Context manager that tells the other ranks of a failure at once.
+
+    Lightning's `on_exception` would be too late. Lightning calls the user's hooks before it, and
+    such a hook may wait for ranks that do not know of the failure.
+
+    Args:
+        connection: Returns the connection to the other ranks; None if there is none any more.
+    """
+    try:
+        yield
+    except BaseException as error:
+        current = connection()
+        if current is not None:
+            current.announce_failure(error)
+        raise
+
+
 def is_child_of_rank_0(environment: ClusterEnvironment) -> bool:
     """Return True if rank 0 has started this process.
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
-from lightning_dlres.gradsync.execute.planning import is_adam_like
 from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.gradsync.optimizers.one_bit_adam import OneBitAdam
+from lightning_dlres.strategies.few_bits import unwrapped, warn_about_few_bits
 
 
 def momentum_of(optimizers: Sequence[Optimizer]) -> MomentumSync | None:
@@ -33,34 +32,8 @@ def momentum_of(optimizers: Sequence[Optimizer]) -> MomentumSync | None:
     return found[0] if found else None
 
 
-def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside Lightning's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
 def warn_about_optimizers(state: GradientSyncState, optimizers: Sequence[Optimizer]) -> None:
     """Warn if the codec has too few bits for an optimizer that may be like Adam."""
     if not state.suits_adam:
         fix = "the optimizer lightning_dlres.OneBitAdam"
         warn_about_few_bits("algorithm", state.algorithm, optimizers, fix=fix)
-
-
-def warn_about_few_bits(
-    argument: str, codec: str, optimizers: Sequence[Optimizer], *, fix: str
-) -> None:
-    """Warn if gradients of few bits go to an optimizer that may be like Adam.
-
-    Args:
-        argument: Argument that chooses the codec.
-        codec: Its value, the name of a codec that does not suit Adam.
-        optimizers: Optimizers of the Trainer, which Lightning may have wrapped.
-        fix: Alternative to a codec with more bits.
-    """
-    inner = [unwrapped(optimizer) for optimizer in optimizers]
-    names = sorted({type(o).__name__ for o in inner if is_adam_like([o])})
-    if names:
-        warnings.warn(
-            f"{argument}={codec!r} may diverge with {' and '.join(names)}: so few bits change the "
-            f"ratio of a gradient's mean to its variance. Use {argument}='int8', or {fix}.",
-            stacklevel=2,
-        )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dlres.core.checks import finite, flag, timeout_seconds
+from lightning_dlres.core.comm.gathered_on_disk import gather_on_disk
 from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
@@ -35,14 +36,21 @@ from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance
 from lightning_dlres.strategies.compressed_ddp.named_failures import NamedFailuresStrategy
 from lightning_dlres.strategies.compressed_ddp.optimizers import (
     momentum_of,
-    unwrapped,
     warn_about_optimizers,
 )
 from lightning_dlres.strategies.compressed_ddp.report_sections import sync_sections
-from lightning_dlres.strategies.compressed_ddp.residuals import CHECKPOINT_KEY, gather_states
 from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder
 from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader
-from lightning_dlres.strategies.connection import Connection, check_backend, require_script
+from lightning_dlres.strategies.connection import (
+    Connection,
+    announcing_failures,
+    check_backend,
+    require_script,
+)
+from lightning_dlres.strategies.few_bits import unwrapped
+
+# Key, in a Lightning checkpoint, of what the ranks have not sent yet.
+CHECKPOINT_KEY = "dlres_gradient_sync"
 
 
 class CompressedDDPStrategy(NamedFailuresStrategy):
@@ -192,7 +200,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        with self._announcing_failures():
+        with announcing_failures(lambda: self._connection):
             super().setup(trainer)
             if trainer.state.fn == TrainerFn.FITTING:
                 # Only now the optimizers are known.
@@ -369,11 +377,11 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
             warnings.warn("The checkpoint has no residuals, because the run failed.", stacklevel=2)
             return None
         if self._connection is not None:
-            return gather_states(own, self._connection.mailbox)
+            return gather_on_disk(own, self._connection.mailbox, "its residuals")
         # A script saves a checkpoint after the run.
         connection = self._connect()
         try:
-            return gather_states(own, connection.mailbox)
+            return gather_on_disk(own, connection.mailbox, "its residuals")
         finally:
             connection.close()
 
@@ -391,16 +399,6 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         if self._connection is not None and not isinstance(exception, SIGTERMException):
             # A collective that the user's code has called may be broken by another rank.
             self._connection.announce_failure(self._connection.reason_of(exception))
-
-    @contextmanager
-    def _announcing_failures(self) -> Iterator[None]:
-        """Context manager that tells the other ranks of a failure at once."""
-        try:
-            yield
-        except BaseException as error:
-            if self._connection is not None:
-                self._connection.announce_failure(error)
-            raise
 
     @override
     def teardown(self) -> None:

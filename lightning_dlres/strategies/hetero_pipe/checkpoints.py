@@ -10,8 +10,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dlres.core.comm.gathered_on_disk import gather_on_disk
 from lightning_dlres.pipeline.execute.partition import has_meta_tensors
-from lightning_dlres.strategies.compressed_ddp.residuals import gather_states
 from lightning_dlres.strategies.connected_strategy import ConnectedStrategy
 from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
 
@@ -68,7 +68,7 @@ class PartitionedStrategy(ConnectedStrategy):
             return None
         compression = self._deployment.compression
         with self._mailbox_in_or_after_run() as mailbox:
-            states = gather_states(compression.state_dict(), mailbox)
+            states = gather_on_disk(compression.state_dict(), mailbox, "its residuals")
         return None if states is None else compression.merge(states)
 
     @override

@@ -24,7 +24,7 @@ from lightning_dlres.pipeline.execute.replica_compression import (
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.plan.schedules.registry import AUTO
 from lightning_dlres.pipeline.stage.stage import Stage
-from lightning_dlres.strategies.compressed_ddp.optimizers import warn_about_few_bits
+from lightning_dlres.strategies.few_bits import warn_about_few_bits
 from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
 from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import zeroes_every_step
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions

@@ -1,0 +1,36 @@
+"""Warning about compressed gradients of few bits for the Trainer's optimizers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from lightning_dlres.gradsync.execute.planning import is_adam_like
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside Lightning's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def warn_about_few_bits(
+    argument: str, codec: str, optimizers: Sequence[Optimizer], *, fix: str
+) -> None:
+    """Warn if gradients of few bits go to an optimizer that may be like Adam.
+
+    Args:
+        argument: Argument that chooses the codec.
+        codec: Its value, the name of a codec that does not suit Adam.
+        optimizers: Optimizers of the Trainer, which Lightning may have wrapped.
+        fix: Alternative to a codec with more bits.
+    """
+    inner = [unwrapped(optimizer) for optimizer in optimizers]
+    names = sorted({type(o).__name__ for o in inner if is_adam_like([o])})
+    if names:
+        warnings.warn(
+            f"{argument}={codec!r} may diverge with {' and '.join(names)}: so few bits change the "
+            f"ratio of a gradient's mean to its variance. Use {argument}='int8', or {fix}.",
+            stacklevel=2,
+        )

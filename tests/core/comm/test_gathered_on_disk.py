@@ -1,0 +1,63 @@
+"""Trees of all ranks arrive on rank 0 as they were, in files without a name."""
+
+from __future__ import annotations
+
+import glob
+import os
+import tempfile
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dlres.core.comm.gathered_on_disk import gather_on_disk
+from lightning_dlres.core.comm.mailbox import Mailbox
+from lightning_dlres.core.trace import Tracer
+from tests.support.rank_pool import RankContext, RankPool
+
+
+def tree(rank: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(rank)
+    return {
+        "step": rank,
+        "units": [{"name": "weight", "tensors": {"a": torch.randn(5000, generator=generator)}}],
+        "half": torch.randn(3, 4, generator=generator).bfloat16(),
+        "empty": torch.zeros(0),
+        "scalar": torch.tensor(rank),
+    }
+
+
+def gather(context: RankContext) -> tuple[list[dict[str, Any]] | None, bool]:
+    """Return the trees of all ranks, and True if those of others lie in files."""
+    context.init_process_group()
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    assert isinstance(group, dist.ProcessGroup)
+    names = [f"rank {rank}" for rank in range(context.world_size)]
+    mailbox = Mailbox(group, context.rank, names, timeout=20.0, check=lambda: None, tracer=Tracer())
+    trees = gather_on_disk(tree(context.rank), mailbox, "its tree")
+    with open("/proc/self/maps") as maps:
+        is_mapped = "dlres-gathered-" in maps.read()
+    left = glob.glob(os.path.join(tempfile.gettempdir(), "dlres-gathered-*"))
+    assert not left or context.rank
+    mailbox.close(orderly=True)
+    return trees, is_mapped
+
+
+def test_trees_of_all_ranks_arrive_on_rank_0(pool: RankPool) -> None:
+    (trees, is_mapped), *others = pool.run(gather, 3)
+    assert is_mapped
+    assert others == [(None, False)] * 2
+    assert trees is not None
+    for rank, got in enumerate(trees):
+        expected = tree(rank)
+        assert got["step"] == rank
+        assert got["units"][0]["name"] == "weight"
+        pairs = [
+            (got["units"][0]["tensors"]["a"], expected["units"][0]["tensors"]["a"]),
+            *((got[key], expected[key]) for key in ("half", "empty", "scalar")),
+        ]
+        for one, other in pairs:
+            assert one.dtype == other.dtype
+            assert one.shape == other.shape
+            assert torch.equal(one, other)
