@@ -50,12 +50,14 @@ def tried_coordinator(
     seconds = {}
     for coordinator in _TRIED:
         session = SyncSession(timeout=timeout, check=check, tracer=Tracer(enabled=False))
-        session.start(
-            plan, codecs, CodecStates(), coordinator=coordinator, replay_from=_WARM_UP_STEPS
-        )
-        own = _step_seconds(session, plan, device)
-        # The slowest rank's median counts. Sharing it is also the ranks' meeting before the end.
-        slowest = ProbeMessages(session.mailbox).slowest([statistics.median(own)])
+        with session.ended_by_failures():
+            session.start(
+                plan, codecs, CodecStates(), coordinator=coordinator, replay_from=_WARM_UP_STEPS
+            )
+            own = _step_seconds(session, plan, device)
+            # The slowest rank's median counts. Sharing it is also the ranks' meeting before the
+            # end.
+            slowest = ProbeMessages(session.mailbox).slowest([statistics.median(own)])
         seconds[coordinator] = slowest
         session.close(orderly=True)
     return choose_coordinator(seconds)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -43,7 +42,7 @@ from lightning_dlres.gradsync.execute.planning import (
     plan_synchronisation,
 )
 from lightning_dlres.gradsync.execute.saved_states import (
-    restore_states,
+    continue_states,
     save_states,
     saved_plan,
     unsent_mean,
@@ -330,12 +329,17 @@ class GradientSyncState:
             return
         self._control = gloo_group()
         session = SyncSession(timeout=self._timeout, check=self._check, tracer=self.tracer)
-        plan = self._plan_on(session, device, element_bytes)
-        if plan is None:
-            session.close(orderly=True)
-            return
-        self._plan = plan
-        self._restore(device)
+        with session.ended_by_failures():
+            self._plan = self._plan_on(session, device, element_bytes)
+            if self._plan is not None:
+                self._start(session, self._plan, device)
+                self._session = session
+                return
+        session.close(orderly=True)
+
+    def _start(self, session: SyncSession, plan: SyncPlan, device: torch.device) -> None:
+        saved, self._saved = self._saved, []
+        continue_states(saved, plan, self._codecs, dist.get_rank(), device, self._states)
         coordinator = self._coordinator
         if coordinator == AUTO:
             coordinator = tried_coordinator(
@@ -349,7 +353,6 @@ class GradientSyncState:
             replay_from=self._step + _REPLAYED_STEP,
             keeps_previous=self._keeps_previous,
         )
-        self._session = session
 
     def _learn(self, bucket: GradBucket) -> None:
         for parameter in bucket.parameters():
@@ -396,28 +399,6 @@ class GradientSyncState:
             ),
         )
         return self.decision.plan
-
-    def _restore(self, device: torch.device) -> None:
-        """Take over the states of an earlier run."""
-        if not self._saved:
-            return
-        assert self._plan is not None
-        saved, self._saved = self._saved, []
-        dropped = restore_states(
-            saved, self._plan, self._codecs, dist.get_rank(), device, self._states
-        )
-        if len(saved) != self._plan.world_size:
-            warnings.warn(
-                f"The checkpoint has residuals of {len(saved)} ranks, and this run has "
-                f"{self._plan.world_size}: they were shared out again.",
-                stacklevel=2,
-            )
-        if dropped:
-            warnings.warn(
-                f"The checkpoint's residuals of {dropped} were dropped, because these gradients "
-                "have another codec or size now.",
-                stacklevel=2,
-            )
 
     def _add_unsent(self, bucket: GradBucket) -> None:
         """Add the residuals of an earlier run to the gradients of a single rank."""

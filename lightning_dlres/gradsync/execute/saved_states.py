@@ -15,6 +15,7 @@ gradients and cut again:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
@@ -120,6 +121,35 @@ def restore_states(
         if unit.codec != RAW and unit.gradient not in dropped:
             _resplit(saved, plan, unit, codecs[unit.codec], rank, device, states)
     return sorted(dropped)
+
+
+def continue_states(
+    saved: Sequence[SavedStates],
+    plan: SyncPlan,
+    codecs: Mapping[str, GradientCodec],
+    rank: int,
+    device: torch.device,
+    states: CodecStates,
+) -> None:
+    """Fill the states of this rank, and warn of what did not stay as it was.
+
+    For the arguments see `restore_states`; without saved states nothing is done.
+    """
+    if not saved:
+        return
+    dropped = restore_states(saved, plan, codecs, rank, device, states)
+    if len(saved) != plan.world_size:
+        warnings.warn(
+            f"The checkpoint has residuals of {len(saved)} ranks, and this run has "
+            f"{plan.world_size}: they were shared out again.",
+            stacklevel=2,
+        )
+    if dropped:
+        warnings.warn(
+            f"The checkpoint's residuals of {dropped} were dropped, because these parameters have "
+            "another codec or size now.",
+            stacklevel=2,
+        )
 
 
 def unsent_mean(saved: Sequence[SavedStates], gradient: GradientSpec) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -95,6 +96,15 @@ class SyncSession:
         """The engine, after `start`."""
         assert self._synchroniser is not None
         return self._synchroniser
+
+    @contextmanager
+    def ended_by_failures(self) -> Iterator[None]:
+        """Context manager that ends the threads if its block raises."""
+        try:
+            yield
+        except BaseException:
+            self.close(orderly=False)
+            raise
 
     def close(self, *, orderly: bool) -> None:
         """End the threads.

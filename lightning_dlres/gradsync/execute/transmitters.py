@@ -14,17 +14,13 @@ from lightning_dlres.gradsync.execute.coordination import CoordinatorLink, Learn
 from lightning_dlres.gradsync.execute.unit_run import UnitRun
 from lightning_dlres.gradsync.plan.graph import Part
 from lightning_dlres.gradsync.plan.transmissions import (
+    FOLLOWING_SECONDS,
     MESSAGE_BYTES,
+    WAITING_BYTES,
     Entry,
     Transfer,
     Transmission,
 )
-
-# Seconds after a message to a rank in which payloads to it may wait for more of them. A slow link
-# is busy for about as long; on a fast one, so short a time does not matter.
-FOLLOWING_SECONDS = 0.003
-# Bytes of payloads to one rank that do not wait.
-WAITING_BYTES = 128 << 10
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ It is also the state of `momentum_hook`, which averages gradients in the warm-up
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from torch.futures import Future, collect_all
 from lightning_dlres.core.checks import function, one_of, timeout_seconds, whole_number
 from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.gradsync.execute.saved_states import restore_states, save_states, unsent_mean
+from lightning_dlres.gradsync.execute.saved_states import continue_states, save_states, unsent_mean
 from lightning_dlres.gradsync.execute.session import (
     SyncSession,
     all_ranks_agree,
@@ -33,7 +32,6 @@ from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 from lightning_dlres.gradsync.plan.plan import (
     RAW,
     CodecChoice,
-    SyncPlan,
     choices_by_size,
     make_plan,
 )
@@ -303,30 +301,12 @@ class MomentumSync:
             topology=self._topology,
             alignment=BLOCK,
         )
+        states, saved = CodecStates(), self._saved
+        self._saved = []
+        continue_states(saved, plan, self._codecs, _rank(), self._device, states)
         session = SyncSession(timeout=self._timeout, check=self._check, tracer=self.tracer)
-        session.start(plan, self._codecs, self._restored(plan), coordinator=self._coordinator)
+        session.start(plan, self._codecs, states, coordinator=self._coordinator)
         return session
-
-    def _restored(self, plan: SyncPlan) -> CodecStates:
-        """Return the states of an earlier run, or new ones."""
-        states = CodecStates()
-        saved, self._saved = self._saved, []
-        if not saved:
-            return states
-        dropped = restore_states(saved, plan, self._codecs, _rank(), self._device, states)
-        if len(saved) != plan.world_size:
-            warnings.warn(
-                f"The checkpoint has residuals of {len(saved)} ranks, and this run has "
-                f"{plan.world_size}: they were shared out again.",
-                stacklevel=2,
-            )
-        if dropped:
-            warnings.warn(
-                f"The checkpoint's residuals of {dropped} were dropped, because these momenta "
-                "have another codec or size now.",
-                stacklevel=2,
-            )
-        return states
 
 
 def _rank() -> int:

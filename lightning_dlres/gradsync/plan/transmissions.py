@@ -15,6 +15,11 @@ from dataclasses import dataclass, field
 # decodes one message while the next one is on its way; large enough that the fixed time per message
 # is negligible.
 MESSAGE_BYTES = 256 << 10
+# Without a coordinator: seconds after a message to a rank in which payloads to it may wait for more
+# of them. A slow link is busy for about as long; on a fast one, so short a time does not matter.
+FOLLOWING_SECONDS = 0.003
+# Without a coordinator: bytes of payloads to one rank that do not wait.
+WAITING_BYTES = 128 << 10
 
 
 # Step, number of the unit, and number of the `Part`.

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dlres.gradsync.execute import ddp_state
 from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.execute.session import SyncSession
 from lightning_dlres.gradsync.plan.decision import SyncDecision
 from tests.support.rank_pool import RankContext, RankPool
 
@@ -98,6 +100,43 @@ def test_a_resumed_run_keeps_the_plan(pool: RankPool) -> None:
     second = pool.run(resume, 2, first)
     assert second[0]["plan"] == first[0]["plan"]
     assert [one["step"] for one in second] == [2, 2]
+
+
+def fail_to_plan(context: RankContext) -> tuple[str, list[bool]]:
+    """Return the error of a rank whose plan, or that of another rank, fails; and how its sessions
+    were closed."""
+    context.init_process_group()
+    state = GradientSyncState(timeout=20.0)
+    state.name_parameters(nn.Linear(8, 8).named_parameters())
+    closed: list[bool] = []
+    close = SyncSession.close
+
+    def record(session: SyncSession, *, orderly: bool) -> None:
+        closed.append(orderly)
+        close(session, orderly=orderly)
+
+    message = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SyncSession, "close", record)
+        if context.rank:
+            patch.setattr(ddp_state, "plan_synchronisation", refuse)
+        try:
+            state.open(torch.device("cpu"))
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+    state.close()
+    return message, closed
+
+
+def refuse(*args: Any) -> SyncDecision:
+    raise ValueError("no plan today")
+
+
+def test_sessions_end_if_no_plan_can_be_made(pool: RankPool) -> None:
+    (first, closed), (second, other_closed) = pool.run(fail_to_plan, 2)
+    assert "rank 1" in first
+    assert second == "ValueError: no plan today"
+    assert closed == other_closed == [False]
 
 
 def test_two_ranks_need_no_coordinator(pool: RankPool) -> None:

@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from lightning_dlres.gradsync.plan.simulation.clock import VirtualClock
 from lightning_dlres.gradsync.plan.simulation.links import MessageInFlight
 from lightning_dlres.gradsync.plan.transmissions import (
+    FOLLOWING_SECONDS,
     MESSAGE_BYTES,
+    WAITING_BYTES,
     Entry,
     Transfer,
     Transmission,
     TransmissionPlanner,
 )
-
-# The executor's rule for payloads that follow each other; see `WaitingSends`.
-FOLLOWING_SECONDS = 0.003
-WAITING_BYTES = 128 << 10
 
 # Gives a message to its rank's link.
 HandOver = Callable[[Transmission], None]
