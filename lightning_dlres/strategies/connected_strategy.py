@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dlres import _compat
-from lightning_dlres.core.comm.collectives import any_rank
+from lightning_dlres.core.comm.collectives import any_rank, no_check
 from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.strategies.connection import (
@@ -162,7 +162,7 @@ class ConnectedStrategy(ParallelStrategy):
             with self._short_timeout_after_failure():
                 self._connection.any_rank(False)
         elif self._has_run and dist.is_initialized():
-            any_rank(False, self._timeout, _no_check)
+            any_rank(False, self._timeout, no_check)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -259,7 +259,3 @@ class ConnectedStrategy(ParallelStrategy):
     def _announcing_failures(self) -> AbstractContextManager[None]:
         """Context manager that tells the other ranks of a failure at once."""
         return announcing_failures(lambda: self._connection)
-
-
-def _no_check() -> None:
-    """Do nothing: after the run, no watch reports failures of ranks."""

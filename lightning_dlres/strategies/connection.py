@@ -23,6 +23,7 @@ from lightning_dlres.core.comm.collectives import (
     any_rank,
     broadcast_tree,
     gather_numbers,
+    no_check,
 )
 from lightning_dlres.core.comm.liveness import Watch
 from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
@@ -257,9 +258,9 @@ class Connection:
         if self.rank == 0:
             address = "127.0.0.1" if nodes == 1 else socket.gethostbyname(environment.main_address)
             watch = Watch.host(names, bind=address, deadline=deadline)
-            broadcast_tree(watch.invitation, 0, self.timeout, _no_check)
+            broadcast_tree(watch.invitation, 0, self.timeout, no_check)
             return watch
-        invitation = broadcast_tree(None, 0, self.timeout, _no_check)
+        invitation = broadcast_tree(None, 0, self.timeout, no_check)
         # If rank 0 started this process and is killed, the parent of this process changes. The
         # watch notices that before its deadline.
         return Watch.join(
@@ -305,7 +306,3 @@ def _is_of_a_collective(error: BaseException) -> bool:
     """Return True for an error that a collective of torch raises when a rank is lost or late."""
     text = str(error)
     return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_A_LOST_RANK)
-
-
-def _no_check() -> None:
-    """Do nothing: before the watch has started, no failure can be known."""

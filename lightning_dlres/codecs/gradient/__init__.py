@@ -1,6 +1,12 @@
 """Gradient codecs: one algorithm per file, registered by name."""
 
-from lightning_dlres.codecs.gradient.base import RESIDUAL, GradientCodec, State
+from lightning_dlres.codecs.gradient.base import (
+    RESIDUAL,
+    GradientCodec,
+    State,
+    gradient_codec,
+    gradient_codec_names,
+)
 from lightning_dlres.codecs.gradient.dgc import DGC
 from lightning_dlres.codecs.gradient.fp8 import Float8
 from lightning_dlres.codecs.gradient.graddrop import GradDrop
@@ -25,4 +31,6 @@ __all__ = [
     "State",
     "TernGrad",
     "ThresholdQuantisation",
+    "gradient_codec",
+    "gradient_codec_names",
 ]

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_dlres.codecs import base as registry
 from lightning_dlres.codecs.base import Codec, Encoded
 from lightning_dlres.codecs.raw import decode_target
 from lightning_dlres.core.errors import ConfigError, ProtocolError
@@ -153,3 +154,15 @@ class GradientCodec(Codec):
         values = torch.empty(count, device=encoded.data.device)
         self.expand(encoded.payload, values)
         return result.copy_(values.view(encoded.shape))
+
+
+def gradient_codec_names() -> list[str]:
+    """Return the names of all registered codecs of gradients."""
+    return [name for name in registry.names() if isinstance(registry.codec(name), GradientCodec)]
+
+
+def gradient_codec(name: str) -> GradientCodec:
+    """Return the registered codec of a name of `gradient_codec_names`, with default options."""
+    codec = registry.codec(name)
+    assert isinstance(codec, GradientCodec)
+    return codec

@@ -2,9 +2,8 @@
 
 The hook gets a bucket: a flat buffer with the gradients of some parameters. It splits the buffer
 into gradients again, because a codec encodes each of them by itself. Parameters are known by
-identity, so it does not matter that DDP sorts them into other buckets after the first step. If
-nobody has named the parameters, the hook learns them in the first step and lets torch sum the
-buckets of that step.
+identity, so it does not matter that DDP sorts them into other buckets after the first step. Without
+`name_parameters`, the hook learns the parameters in the first step, and torch averages its buckets.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from lightning_dlres.core.checks import (
     timeout_seconds,
     whole_number,
 )
+from lightning_dlres.core.comm.collectives import no_check
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.coordinator_trial import tried_coordinator
@@ -139,7 +139,7 @@ class GradientSyncState:
         self._timeout = timeout_seconds(timeout)
         self._is_adam_like = is_adam_like(check_optimizers(optimizers))
         function("check", check)
-        self._check = check or _no_check
+        self._check = check or no_check
         self._keeps_previous = flag("keeps_previous", keeps_previous)
         if tracer is not None:
             instance("tracer", tracer, (Tracer,), "a Tracer or None", "tracer=None")
@@ -421,7 +421,3 @@ class GradientSyncState:
         self._failure = error
         # DDP shows only the type of this error. Callers raise `failure` after backward.
         future.set_exception(error)  # type: ignore[arg-type]
-
-
-def _no_check() -> None:
-    """Do nothing: no other part of the program watches the ranks."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import SGD, Optimizer
 
-from lightning_dlres.codecs import base as registry
-from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.codecs.gradient import GradientCodec, gradient_codec
 from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.gradsync.plan.cost_model import AUTO_CODECS, auto_codecs, decide
@@ -108,8 +107,7 @@ def plan_synchronisation(
 
 def codecs_for_auto() -> dict[str, GradientCodec]:
     """Return new codecs among which "auto" chooses, with their default options."""
-    codecs = {name: type(registry.codec(name))() for name in AUTO_CODECS}
-    return {name: codec for name, codec in codecs.items() if isinstance(codec, GradientCodec)}
+    return {name: type(gradient_codec(name))() for name in AUTO_CODECS}
 
 
 def check_optimizers(optimizers: object) -> Sequence[Optimizer]:

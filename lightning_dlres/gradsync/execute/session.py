@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from lightning_dlres.codecs import base as registry
-from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.codecs.gradient import GradientCodec, gradient_codec, gradient_codec_names
 from lightning_dlres.core.checks import keyword_arguments
 from lightning_dlres.core.comm.collectives import wait_for_collective
 from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
@@ -191,7 +190,7 @@ def gradient_codecs(
         ConfigError: If no gradient codec has that name, or an option is unknown or bad.
     """
     options = keyword_arguments("codec_options", codec_options)
-    names = [name for name in registry.names() if isinstance(registry.codec(name), GradientCodec)]
+    names = gradient_codec_names()
     if not isinstance(algorithm, str) or algorithm not in [*others, *names]:
         rule = f"one of {[*others, *names]}"
         raise ConfigError(got_expected("algorithm", algorithm, rule, "algorithm='int8'"))
@@ -200,11 +199,9 @@ def gradient_codecs(
             rule = f"None for algorithm {algorithm!r}"
             raise ConfigError(got_expected("codec_options", options, rule, "codec_options=None"))
         return {}
-    kind = type(registry.codec(algorithm))
+    kind = type(gradient_codec(algorithm))
     known = inspect.signature(kind).parameters
     if not options.keys() <= known.keys():
         rule = f"arguments of {kind.__name__}: {sorted(known)}"
         raise ConfigError(got_expected("codec_options", options, rule, "codec_options=None"))
-    codec = kind(**options)
-    assert isinstance(codec, GradientCodec)
-    return {algorithm: codec}
+    return {algorithm: kind(**options)}

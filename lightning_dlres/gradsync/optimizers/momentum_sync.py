@@ -16,6 +16,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future, collect_all
 
 from lightning_dlres.core.checks import function, one_of, timeout_seconds, whole_number
+from lightning_dlres.core.comm.collectives import no_check
 from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.saved_states import continue_states, save_states, unsent_mean
@@ -87,7 +88,7 @@ class MomentumSync:
         self._min_bytes = whole_number("min_bytes", min_bytes, "min_bytes=0", least=0)
         self._timeout = timeout_seconds(timeout)
         function("check", check)
-        self._check = check or _no_check
+        self._check = check or no_check
         self.tracer = Tracer()
         self.has_hook = False
         self._step = 0
@@ -311,7 +312,3 @@ class MomentumSync:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _no_check() -> None:
-    """Do nothing: no other part of the program watches the ranks."""

@@ -30,7 +30,7 @@ from lightning_dlres.gradsync.plan.units import GradientSpec, assign_owners, cut
 from lightning_dlres.kernels.gradients.layout import BLOCK
 
 # Part of the step that an algorithm must gain over a less lossy one. Predictions of steps are off
-# by about as much, and a loss of precision should not be paid for a gain that nobody can measure.
+# by about as much, and a smaller gain does not pay for a loss of precision.
 MARGIN = 0.05
 # Codecs among which "auto" chooses: those that ended within the spread of uncompressed training in
 # `benchmarks.convergence` on all tasks. Codecs with one or two bits did not.

@@ -1,4 +1,4 @@
-"""Measurement of all costs of gradient synchronisation; on most machines in less than 2 seconds."""
+"""Measurement of all costs of gradient synchronisation, in a few seconds."""
 
 from __future__ import annotations
 

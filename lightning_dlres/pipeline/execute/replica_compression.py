@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dlres.codecs import base as registry
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
 from lightning_dlres.core.trace import Tracer
@@ -45,18 +44,6 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 MIN_BYTES = 16 << 10
 # Codecs work in float32. Gradients of more precision would lose it without a residual.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def gradient_codec_names() -> list[str]:
-    """Return the names of all registered codecs of gradients."""
-    return [name for name in registry.names() if isinstance(registry.codec(name), GradientCodec)]
-
-
-def gradient_codec(name: str) -> GradientCodec:
-    """Return the codec of a name of `gradient_codec_names`."""
-    codec = registry.codec(name)
-    assert isinstance(codec, GradientCodec)
-    return codec
 
 
 def compressible_parameters(

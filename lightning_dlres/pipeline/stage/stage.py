@@ -65,7 +65,7 @@ class _Identity(torch.autograd.Function):
 
 
 def inplace_safe_aliases(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return aliases of leaves, which may be changed in place, unlike the leaves themselves.
+    """Return aliases of leaves. In-place operations may change an alias, but not a leaf.
 
     The aliases share the storage of the leaves, and gradients flow to the leaves.
     """

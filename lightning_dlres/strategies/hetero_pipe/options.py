@@ -8,10 +8,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+from lightning_dlres.codecs.gradient import gradient_codec_names
 from lightning_dlres.core.checks import function, instance, timeout_seconds, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
-from lightning_dlres.pipeline.execute.replica_compression import gradient_codec_names
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, consecutive_replicas
 from lightning_dlres.pipeline.plan.planner import PlanConstraints
 from lightning_dlres.pipeline.plan.schedules.registry import (

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_dlres.codecs.gradient import gradient_codec
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.execute.buffers import BufferSync
 from lightning_dlres.pipeline.execute.compressed_gradients import CompressedGradientSync
@@ -19,7 +20,6 @@ from lightning_dlres.pipeline.execute.gradients import GradientSync, make_groups
 from lightning_dlres.pipeline.execute.optimizers import require_owned
 from lightning_dlres.pipeline.execute.replica_compression import (
     ReplicaCompression,
-    gradient_codec,
 )
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.plan.schedules.registry import AUTO

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dlres.codecs.gradient import RESIDUAL
+from lightning_dlres.codecs.gradient import RESIDUAL, gradient_codec
 from lightning_dlres.core.errors import PeerError, PeerLostError, PeerTimeoutError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.execute.compressed_gradients import CompressedGradientSync
@@ -25,7 +25,6 @@ from lightning_dlres.pipeline.execute.gradients import make_groups
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.execute.replica_compression import (
     ReplicaCompression,
-    gradient_codec,
 )
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, consecutive_replicas
 from lightning_dlres.pipeline.stage.stage import GradientBuffer
