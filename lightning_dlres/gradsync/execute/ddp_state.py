@@ -327,6 +327,7 @@ class GradientSyncState:
         self._is_open = True
         if self._algorithm == NONE or dist.get_world_size() == 1:
             return
+        self._require_kernels(device)
         self._control = gloo_group()
         session = SyncSession(timeout=self._timeout, check=self._check, tracer=self.tracer)
         with session.ended_by_failures():
@@ -336,6 +337,13 @@ class GradientSyncState:
                 self._session = session
                 return
         session.close(orderly=True)
+
+    def _require_kernels(self, device: torch.device) -> None:
+        if device.type != "cpu" and not all(c.runs_on_gpus() for c in self._codecs.values()):
+            raise ConfigError(
+                f"algorithm must be one that runs on {device.type} here, got {self._algorithm!r}. "
+                "Install the package's extra `cuda`, or use algorithm='fp16'."
+            )
 
     def _start(self, session: SyncSession, plan: SyncPlan, device: torch.device) -> None:
         saved, self._saved = self._saved, []
@@ -377,7 +385,12 @@ class GradientSyncState:
                 alignment=BLOCK,
             )
         if self._algorithm == AUTO:
-            self._codecs = auto_codecs(codecs_for_auto(), is_adam_like=self._is_adam_like)
+            runnable = {
+                name: codec
+                for name, codec in codecs_for_auto().items()
+                if device.type == "cpu" or codec.runs_on_gpus()
+            }
+            self._codecs = auto_codecs(runnable, is_adam_like=self._is_adam_like)
         topologies = tuple(TOPOLOGIES) if self._topology == AUTO else (self._topology,)
         plan = saved_plan(self._saved, self._specs, self._codecs, topologies, dist.get_world_size())
         if plan is not None:

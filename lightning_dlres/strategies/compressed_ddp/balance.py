@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.strategies.compressed_ddp.balanced_loaders import (
     BalancedBatchSampler,
     SampleShares,
@@ -90,3 +91,21 @@ class SpeedBalance:
         self._measured_steps = min(2 * self._measured_steps, _MOST_STEPS)
         # The new shares apply only after the batches that are drawn already.
         self._next_update = self._steps + self._drawn + self._measured_steps
+
+
+def checked_shares(shares: object) -> str | list[float]:
+    """Return the argument `share_samples`.
+
+    Raises:
+        ConfigError: If it is neither "equal" nor "speed" nor a list of positive numbers.
+    """
+    if shares in ("equal", "speed"):
+        return str(shares)
+    if shares and isinstance(shares, list) and all(_is_positive(share) for share in shares):
+        return [float(share) for share in shares]
+    rule = "'equal', 'speed' or a list of positive numbers"
+    raise ConfigError(got_expected("share_samples", shares, rule, "share_samples='speed'"))
+
+
+def _is_positive(share: object) -> bool:
+    return isinstance(share, (int, float)) and 0 < share < float("inf")

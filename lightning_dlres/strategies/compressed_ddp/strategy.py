@@ -25,14 +25,14 @@ from typing_extensions import override
 
 from lightning_dlres.core.checks import finite, flag, timeout_seconds
 from lightning_dlres.core.comm.gathered_on_disk import gather_on_disk
-from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
+from lightning_dlres.core.errors import ConfigError, PeerError, UnsupportedStepError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.optimizers.momentum_hook import momentum_hook
 from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
-from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance
+from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance, checked_shares
 from lightning_dlres.strategies.compressed_ddp.named_failures import NamedFailuresStrategy
 from lightning_dlres.strategies.compressed_ddp.optimizers import (
     momentum_of,
@@ -40,7 +40,7 @@ from lightning_dlres.strategies.compressed_ddp.optimizers import (
 )
 from lightning_dlres.strategies.compressed_ddp.report_sections import sync_sections
 from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder
-from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader
+from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader, length_of
 from lightning_dlres.strategies.connection import (
     Connection,
     announcing_failures,
@@ -148,10 +148,12 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         }
         # Raise errors of the options now, not in the middle of a run.
         self._state = GradientSyncState(**self._sync_options)
-        self._share_samples = _checked_shares(share_samples)
+        self._share_samples = checked_shares(share_samples)
         self._balance: SpeedBalance | None = None
         self._recorder = StepRecorder(self.tracer)
         self._momentum: MomentumSync | None = None
+        # Parameters that need no gradient in this fit, by name.
+        self._frozen: dict[str, nn.Parameter] = {}
         self._loaded_states: list[Mapping[str, Any]] = []
         self._uneven_loaders: list[UnevenLoader] = []
         # Samples of the current batch, and whether any batch of this optimizer step had data.
@@ -219,6 +221,11 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         """Register the hook that synchronises gradients, or the momentum of `OneBitAdam`."""
         assert isinstance(self.model, DistributedDataParallel)
         assert self._connection is not None
+        self._frozen = {
+            name: parameter
+            for name, parameter in self.model.module.named_parameters()
+            if not parameter.requires_grad
+        }
         self._momentum = momentum_of(self.optimizers)
         self._state = GradientSyncState(
             **self._sync_options,
@@ -264,7 +271,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
             self._uneven_loaders.clear()
         if self._balance is not None:
             loader = self._balance.share(loader, self._connection)
-        lengths = [int(row[0]) for row in self._connection.gather([_length(loader)])]
+        lengths = [int(row[0]) for row in self._connection.gather([length_of(loader)])]
         if self._balance is None and len(set(lengths)) == 1 and lengths[0] >= 0:
             return loader
         uneven = UnevenLoader(
@@ -292,6 +299,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        self._refuse_unfrozen_parameters()
         self._state.loss_scale = self._loss_scale()
         if self._uneven_loaders:
             closure_loss = closure_loss * self._weight()
@@ -306,6 +314,18 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
                 raise
             # DistributedDataParallel shows only the type of an error in its hook.
             raise failure from error
+
+    def _refuse_unfrozen_parameters(self) -> None:
+        """Raise if a parameter was frozen when DistributedDataParallel was made, and is not now.
+
+        Its gradients would not be synchronised, and the ranks would diverge without an error.
+        """
+        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if unfrozen:
+            raise UnsupportedStepError(
+                f"parameters must keep requires_grad during fit, got {unfrozen[:3]} unfrozen. Call "
+                "fit once for each phase, and unfreeze them before it."
+            )
 
     def _weight(self) -> float:
         """Return the weight of this rank's loss: its samples over the mean of all ranks."""
@@ -418,24 +438,3 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-
-def _checked_shares(shares: object) -> str | list[float]:
-    if shares in ("equal", "speed"):
-        return str(shares)
-    if shares and isinstance(shares, list) and all(_is_positive(share) for share in shares):
-        return [float(share) for share in shares]
-    rule = "'equal', 'speed' or a list of positive numbers"
-    raise ConfigError(got_expected("share_samples", shares, rule, "share_samples='speed'"))
-
-
-def _is_positive(share: object) -> bool:
-    return isinstance(share, (int, float)) and 0 < share < float("inf")
-
-
-def _length(loader: Any) -> float:
-    """Return the batches of a loader; -1 if it cannot tell."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return -1

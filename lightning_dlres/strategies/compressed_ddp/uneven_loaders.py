@@ -85,3 +85,11 @@ class UnevenLoader:
         if self._length is None:
             return self._any_rank(False)
         return count < self._length
+
+
+def length_of(loader: Any) -> float:
+    """Return the batches of a loader; -1 if it cannot tell."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return -1

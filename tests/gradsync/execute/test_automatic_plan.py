@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dlres.codecs.gradient import OneBit
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.gradsync.execute import ddp_state
 from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
@@ -137,6 +139,27 @@ def test_sessions_end_if_no_plan_can_be_made(pool: RankPool) -> None:
     assert "rank 1" in first
     assert second == "ValueError: no plan today"
     assert closed == other_closed == [False]
+
+
+def open_on_a_gpu(context: RankContext) -> str:
+    context.init_process_group()
+    state = GradientSyncState(algorithm="onebit", topology="ps")
+    state.name_parameters(nn.Linear(8, 8).named_parameters())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as error:
+        patch.setattr(OneBit, "runs_on_gpus", lambda codec: False)
+        state.open(torch.device("cuda"))
+    return str(error.value)
+
+
+def test_a_codec_without_kernels_for_the_device_is_refused(pool: RankPool) -> None:
+    assert (
+        pool.run(open_on_a_gpu, 2)
+        == [
+            "algorithm must be one that runs on cuda here, got 'onebit'. Install the package's extra "
+            "`cuda`, or use algorithm='fp16'."
+        ]
+        * 2
+    )
 
 
 def test_two_ranks_need_no_coordinator(pool: RankPool) -> None:

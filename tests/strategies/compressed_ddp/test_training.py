@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.strategies import CompressedDDPStrategy
 from tests.support.models import QUIET
 from tests.support.rank_pool import RankContext, RankPool
@@ -298,6 +298,39 @@ def test_the_defaults_train_near_ddp(pool: RankPool, optimizer: str) -> None:
     ours = pool.run(fit, 2, options, model=model)
     assert equal(ours[0]["weights"], ours[1]["weights"])
     assert distance(plain[0]["weights"], ours[0]["weights"]) < 0.1
+
+
+class Unfreezing(Regression):
+    """Network whose first layer is trained from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+def error_of_unfreezing(context: RankContext) -> str:
+    trainer = Trainer(
+        strategy=CompressedDDPStrategy(algorithm="raw", timeout=30.0, **FIXED),
+        accelerator="cpu",
+        devices=2,
+        plugins=[context.environment],
+        max_epochs=2,
+        **QUIET,
+    )
+    with pytest.raises(UnsupportedStepError) as error:
+        trainer.fit(Unfreezing(), DataLoader(Points(16), batch_size=4))
+    return f"{trainer.current_epoch}: {error.value}"
+
+
+def test_parameters_that_are_unfrozen_later_are_refused(pool: RankPool) -> None:
+    """Their gradients would not be synchronised."""
+    for message in pool.run(error_of_unfreezing, 2):
+        assert message.startswith(
+            "1: parameters must keep requires_grad during fit, got ['net.0.weight', 'net.0.bias']"
+        )
 
 
 def test_few_bits_with_adam_give_a_warning(pool: RankPool) -> None:
