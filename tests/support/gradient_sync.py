@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -124,6 +124,10 @@ def open_sync(
         dist.barrier()
 
 
-def threads_of(prefixes: Sequence[str]) -> list[str]:
-    """Return the names of the living threads that begin with one of the prefixes."""
-    return [t.name for t in threading.enumerate() if t.name.startswith(tuple(prefixes))]
+def threads_of(prefixes: Sequence[str], before: Collection[threading.Thread]) -> list[str]:
+    """Return the names of the living threads that begin with one of the prefixes.
+
+    Threads of `before` do not count: earlier jobs of a process may have abandoned some.
+    """
+    new = set(threading.enumerate()) - set(before)
+    return [thread.name for thread in new if thread.name.startswith(tuple(prefixes))]

@@ -108,7 +108,7 @@ def fail_to_plan(context: RankContext) -> tuple[str, list[bool]]:
     """Return the error of a rank whose plan, or that of another rank, fails; and how its sessions
     were closed."""
     context.init_process_group()
-    state = GradientSyncState(timeout=20.0)
+    state = GradientSyncState(timeout=2.0)
     state.name_parameters(nn.Linear(8, 8).named_parameters())
     closed: list[bool] = []
     close = SyncSession.close

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -128,6 +129,7 @@ def suffer(
     context: RankContext, topology: str, mode: str, victim: int, fault: str, is_watched: bool
 ) -> tuple[str, float, list[str]]:
     """Return the error of this rank, the seconds from the fault's step on, and its threads."""
+    before = threading.enumerate()
     context.init_process_group()
     pids: list[Any] = [None] * context.world_size
     dist.all_gather_object(pids, os.getpid())
@@ -167,7 +169,7 @@ def suffer(
             codec.action = None
             if fault == "stop" and context.rank != victim:
                 continue_rank(context, victim, pids[victim])
-    return error, seconds, threads_of(["dlres-sync-", "dlres-watch"])
+    return error, seconds, threads_of(["dlres-sync-", "dlres-watch"], before)
 
 
 def check_survivors(outcomes: list[Any], victim: int) -> None:

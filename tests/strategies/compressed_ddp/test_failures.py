@@ -69,6 +69,8 @@ def fail(
     has_onebit: bool = False,
 ) -> tuple[str, list[str]]:
     """Return the error of this rank, and the threads of the strategy that still run."""
+    # Earlier jobs of this process may have abandoned threads.
+    before = set(threading.enumerate())
     data = DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=4)
     trainer = Trainer(
         strategy=CompressedDDPStrategy(algorithm=algorithm, **FIXED),  # type: ignore[arg-type]
@@ -85,7 +87,9 @@ def fail(
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     names = ("dlres", "send-", "receive-")
-    threads = [one.name for one in threading.enumerate() if one.name.startswith(names)]
+    threads = [
+        one.name for one in set(threading.enumerate()) - before if one.name.startswith(names)
+    ]
     if algorithm == "none" and error.startswith("ValueError"):
         # A script would end now, and so its connections.
         del trainer
