@@ -133,6 +133,13 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """A rank's answer instead of `Ready`: threads of the job still run, for example one that waits
+    for a dead peer. Another process must take this one's place, or later tests find the threads.
+    """
+
+
+@dataclass(frozen=True)
 class Returned:
     """A rank's answer: the function's result, pickled."""
 
@@ -475,7 +482,9 @@ def _clean(ranks: list[_Rank]) -> None:
             events = [(rank, None) for rank in pending]
         for rank, message in events:
             pending.remove(rank)
-            if message != Ready():
+            if message == Spent():
+                rank.kill()
+            elif message != Ready():
                 rank.kill()
                 why = message.traceback if isinstance(message, Raised) else rank.exit_text()
                 warnings.warn(

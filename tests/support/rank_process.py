@@ -18,12 +18,16 @@ import random
 import signal
 import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.support.rank_pool import Clean, Job, Raised, RankContext, Ready, Returned
+from tests.support.rank_pool import Clean, Job, Raised, RankContext, Ready, Returned, Spent
+
+# Time in seconds in which the threads of a job have to end after it.
+THREAD_SECONDS = 1.0
 
 
 def main() -> None:
@@ -45,7 +49,7 @@ def serve(connection: Connection) -> None:
         elif isinstance(message, Clean):
             try:
                 state.restore()
-                _answer(connection, Ready())
+                _answer(connection, Ready() if state.threads_ended() else Spent())
             except Exception as error:
                 _answer(connection, _raised(error))
 
@@ -116,6 +120,7 @@ class _ProcessState:
         self._loggers = {logger: (list(logger.handlers), logger.level) for logger in _loggers()}
         self._disabled_log_level = logging.root.manager.disable
         self._streams = (sys.stdout, sys.stderr)
+        self._threads = set(threading.enumerate())
         # Exclude the imported modules from the garbage collections after each job.
         gc.collect()
         gc.freeze()
@@ -151,6 +156,19 @@ class _ProcessState:
         os.environ.update(self._environ)
         # Exclude the modules that this job has imported from the next collection.
         gc.freeze()
+
+    def threads_ended(self) -> bool:
+        """Return whether all threads of the job have ended; wait a little for them."""
+        deadline = time.monotonic() + THREAD_SECONDS
+        # Threads of autograd, which last as long as the process, are "dummy" threads.
+        left = [
+            thread
+            for thread in set(threading.enumerate()) - self._threads
+            if not thread.name.startswith("Dummy-")
+        ]
+        for thread in left:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in left)
 
 
 def _loggers() -> list[logging.Logger]:

@@ -91,6 +91,11 @@ def disturb_process(context: RankContext) -> str:
     return str(context.tmp)
 
 
+def leave_a_thread(context: RankContext) -> int:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
 def fail_on_rank_one(context: RankContext) -> int:
     print(f"printed by rank {context.rank}")
     if context.rank == 1:
@@ -192,6 +197,12 @@ def test_an_error_names_rank_and_traceback(pool: RankPool) -> None:
     assert 'raise KeyError("the reason")' in message
     assert "printed by rank 1" in message
     assert pool.run(process_id, 2) == before
+
+
+def test_a_rank_whose_threads_outlive_a_job_is_replaced(pool: RankPool) -> None:
+    (before,) = pool.run(process_id, 1)
+    assert pool.run(leave_a_thread, 1) == [before]
+    assert pool.run(process_id, 1) != [before]
 
 
 def test_expected_errors_are_outcomes(pool: RankPool) -> None:
