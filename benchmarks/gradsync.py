@@ -1,100 +1,247 @@
-"""Gradient synchronisation over slow links: our codecs against DistributedDataParallel and its fp16
-hook, in turns.
+"""Gradient synchronisation between hosts: our codecs against DistributedDataParallel and the hooks
+of PyTorch, in turns.
 
-    python -m benchmarks.gradsync           about 3 minutes
+    python -m benchmarks.gradsync           about 10 minutes
     python -m benchmarks.gradsync --quick   few steps: the figures mean little
+    python -m benchmarks.gradsync --slow --unshaped   only these parts
 
-Four hosts with links of 200 Mbit/s train a model with 25.2 MB of gradients. The bound of a
-contender is the step without synchronisation, and the time of its bytes on a link. Needs root (see
+The model has 25.2 MB of gradients. The bound of a contender is the step without synchronisation,
+and the time of its bytes on a link. All hosts share the processors of this machine, so a step also
+takes at least the processor time of all ranks over the number of processors. Needs root (see
 benchmarks/support/testbed).
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.support.command import Figures, conclude_on_testbed, flags
-from benchmarks.support.rank_starter import RankStarter
-from benchmarks.support.ranks import Ranks
-from benchmarks.support.report import at_least, table
-from benchmarks.support.testbed import Host, Testbed
+from benchmarks.support.gradsync_speeds import compare_speeds
+from benchmarks.support.gradsync_turns import Contenders, Turns
+from benchmarks.support.report import Check, at_least, at_most, table
+from benchmarks.support.testbed import Host
 
 NAME = "gradsync"
-HOSTS, RATE_MBIT = 4, 200
-RANK = "benchmarks.support.gradsync_rank"
-# Algorithm and options of each contender.
-CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "alone": ("alone", {}),
-    "ddp": ("ddp", {}),
-    "fp16 hook": ("fp16 hook", {}),
-    "tbq, ps": ("tbq", {}),
-    "tbq, ps, replayed": ("tbq", {"coordinator": "replay"}),
-    "tbq, ps, coordinated": ("tbq", {"coordinator": "always"}),
-    "tbq, ring": ("tbq", {"topology": "ring"}),
-    "onebit, ps": ("onebit", {}),
-    "onebit, ring": ("onebit", {"topology": "ring"}),
-}
+HOSTS, SLOW_MBIT, FAST_MBIT, ODD_MBIT = 4, 200, 1000, 50
 # Bits of an element on the wire, and elements of a gradient for which they count.
 _BITS = {"ddp": 32, "fp16 hook": 16, "tbq": 2, "onebit": 1}
-# Steps before the counted ones: DDP sorts its buckets again, and our hook makes its plan.
-WARMUP = 4
+# The method's own options: no cost model, and a payload is sent as soon as it is ready.
+_OURS = {"topology": "ps", "coordinator": "none"}
+_BUCKETS_MB = (2, 25, 1000)
+_DDP = {f"ddp, {cap} MB": ("ddp", {"bucket_cap_mb": cap}) for cap in _BUCKETS_MB}
+# Efficiency of DistributedDataParallel for which the emulated computation is chosen.
+_DDP_EFFICIENCY = (0.25, 0.30)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status."""
-    rounds = 1 if flags(NAME, __doc__, argv).quick else 4
-    return conclude_on_testbed(NAME, lambda: compare(rounds))
+    parts: dict[str, tuple[Callable[[int], Figures], str]] = {
+        "slow": (slow_links, f"links of {SLOW_MBIT} Mbit/s"),
+        "scaling": (scaling, f"links of {FAST_MBIT} Mbit/s, and emulated computation"),
+        "unshaped": (unshaped, "links as fast as this machine"),
+        "uneven": (uneven_links, f"one link of {ODD_MBIT} Mbit/s"),
+        "ablation": (ablation, "one part of our design after the other"),
+        "speeds": (compare_speeds, "hosts of unlike speed"),
+    }
+    arguments = flags(
+        NAME, __doc__, argv, others={part: f"only: {text}" for part, (_, text) in parts.items()}
+    )
+    rounds = 1 if arguments.quick else 5
+    chosen = [part for part in parts if getattr(arguments, part)] or list(parts)
+    return conclude_on_testbed(NAME, lambda: _measure([parts[part] for part in chosen], rounds))
 
 
-def compare(rounds: int) -> Figures:
-    """Train with all contenders in turns."""
-    with Testbed([Host(rate=f"{RATE_MBIT}mbit") for _ in range(HOSTS)]) as bed:
-        ranks = Ranks(RankStarter(bed, [RANK]), RANK, HOSTS, timeout=300.0)
-        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
-        for number in range(1 + rounds):
-            for name, (algorithm, options) in CONTENDERS.items():
-                order = {
-                    "contender": name,
-                    "algorithm": algorithm,
-                    "options": options,
-                    "steps": 3 if number else WARMUP,
-                }
-                replies = ranks.ask(order)
-                if number:
-                    answers[name] += replies
-        ranks.close()
-    gradient_bytes = answers["ddp"][0]["gradient_bytes"]
-    seconds = {name: median_seconds(replies) for name, replies in answers.items()}
-    alone = seconds["alone"]
-    rows, checks = [], {}
-    for name, (algorithm, options) in CONTENDERS.items():
-        bound = alone + link_seconds(algorithm, gradient_bytes)
-        sent = statistics.median(reply["sent"] for reply in answers[name]) / 1e6
-        cpu = statistics.median(reply["cpu"] for reply in answers[name])
-        rows.append(
-            [name, 1e3 * seconds[name], 1e3 * bound, bound / seconds[name], sent, 1e3 * cpu]
+def _measure(parts: Sequence[tuple[Callable[[int], Figures], str]], rounds: int) -> Figures:
+    checks: dict[str, Check] = {}
+    raw: dict[str, Any] = {"rounds": rounds}
+    for measure, text in parts:
+        print(f"\n{text[0].upper()}{text[1:]}")
+        part_checks, part_raw = measure(rounds)
+        checks |= part_checks
+        raw[measure.__name__] = part_raw
+    return checks, raw
+
+
+def slow_links(rounds: int) -> Figures:
+    """Compare codecs with DistributedDataParallel and PyTorch's hooks over slow links."""
+    ours: Contenders = {
+        "tbq, ps": ("tbq", _OURS),
+        "tbq, ring": ("tbq", {**_OURS, "topology": "ring"}),
+        "tbq, planned": ("tbq", {}),
+        "onebit, ps": ("onebit", _OURS),
+        "onebit, ring": ("onebit", {**_OURS, "topology": "ring"}),
+        "onebit, planned": ("onebit", {}),
+        "auto": ("auto", {}),
+    }
+    contenders: Contenders = {
+        "alone": ("alone", {}),
+        **_DDP,
+        "fp16 hook": ("fp16 hook", {}),
+        "powersgd": ("powersgd", {}),
+        **ours,
+    }
+    hosts = [Host(rate=f"{SLOW_MBIT}mbit") for _ in range(HOSTS)]
+    checks, rows = {}, []
+    with Turns(hosts, contenders) as turns:
+        turns.warm_up()
+        turns.run(rounds)
+        gradient_bytes = turns.figure("alone", "gradient_bytes")
+        best_ddp = min(_DDP, key=turns.seconds)
+        for name, (algorithm, _) in contenders.items():
+            seconds, cpu = turns.seconds(name), turns.figure(name, "cpu")
+            processors = HOSTS * cpu / len(os.sched_getaffinity(0))
+            row = [name, 1e3 * seconds, turns.figure(name, "sent") / 1e6, 1e3 * cpu]
+            if algorithm in _BITS:
+                bound = turns.seconds("alone") + link_seconds(algorithm, gradient_bytes)
+                row += [1e3 * bound, bound / seconds]
+                if name in ours and "planned" not in name:
+                    checks[f"{name}: bound over step"] = at_least(bound / seconds, 0.8)
+            else:
+                row += ["-", "-"]
+            rows.append([*row, processors / seconds, turns.chosen(name)])
+            if name in ours and name != "auto":
+                checks[f"{name}: ddp over step"] = at_least(turns.ratio(best_ddp, name), 7.0)
+                checks[f"{name}: fp16 hook over step"] = at_least(
+                    turns.ratio("fp16 hook", name), 3.5
+                )
+        columns = ["contender", "step ms", "MB sent", "CPU ms", "bound ms", "bound / step"]
+        print(table([*columns, "processors / step", "chosen"], rows))
+        return checks, turns.raw()
+
+
+def link_seconds(algorithm: str, gradient_bytes: float) -> float:
+    """Return the seconds that the bytes of a step take in one direction of a slow link."""
+    nbytes = gradient_bytes * _BITS[algorithm] / 32
+    return 2 * (HOSTS - 1) / HOSTS * nbytes / (SLOW_MBIT * 1e6 / 8)
+
+
+def scaling(rounds: int) -> Figures:
+    """Compare with linear scaling, in a training that DistributedDataParallel scales badly."""
+    contenders: Contenders = {
+        "alone": ("alone", {}),
+        "ddp": ("ddp", {}),
+        "tbq, ps": ("tbq", _OURS),
+        "onebit, ps": ("onebit", _OURS),
+        "onebit, planned": ("onebit", {}),
+    }
+    hosts = [Host(rate=f"{FAST_MBIT}mbit") for _ in range(HOSTS)]
+    with Turns(hosts, contenders, samples=1) as turns:
+        turns.warm_up()
+        emulated = _emulated_seconds(turns)
+        turns.warm_up(emulated)
+        turns.run(rounds, emulated)
+        efficiency = {name: turns.ratio("alone", name) for name in contenders}
+        rows = [
+            [name, 1e3 * turns.seconds(name), efficiency[name], 1e3 * turns.figure(name, "cpu")]
+            for name in contenders
+        ]
+        print(f"emulated computation: {1e3 * emulated:.0f} ms of sleep in a step")
+        print(table(["contender", "step ms", "of linear", "CPU ms"], rows))
+        checks = {
+            f"scaling: {name}, part of linear": at_least(efficiency[name], 0.85)
+            for name in contenders
+            if name not in ("alone", "ddp")
+        }
+        checks["scaling: ddp, part of linear"] = at_most(efficiency["ddp"], _DDP_EFFICIENCY[1])
+        return checks, {"emulated": emulated, **turns.raw()}
+
+
+def _emulated_seconds(turns: Turns) -> float:
+    """Return emulated seconds of computation for which DistributedDataParallel is as inefficient
+    as it should be."""
+    low, high = _DDP_EFFICIENCY
+    emulated = 0.1
+    for _ in range(8):
+        alone, ddp = (
+            min(second for reply in turns.order(name, 3, emulated) for second in reply["seconds"])
+            for name in ("alone", "ddp")
         )
-        if algorithm in ("tbq", "onebit") and "coordinator" not in options:
-            checks[f"{name}: bound over step"] = at_least(bound / seconds[name], 0.8)
-            checks[f"{name}: ddp over step"] = at_least(seconds["ddp"] / seconds[name], 7.0)
-            checks[f"{name}: fp16 hook over step"] = at_least(
-                seconds["fp16 hook"] / seconds[name], 3.5
+        if low < alone / ddp < high:
+            break
+        emulated *= (low + high) / 2 / (alone / ddp)
+    return emulated
+
+
+def unshaped(rounds: int) -> Figures:
+    """Compare our "auto" with DistributedDataParallel where compression does not pay."""
+    contenders: Contenders = {**_DDP, "auto": ("auto", {}), "none": ("none", {})}
+    with Turns([Host() for _ in range(HOSTS)], contenders) as turns:
+        turns.warm_up()
+        turns.run(3 * rounds)
+        rows = [[name, 1e3 * turns.seconds(name), turns.chosen(name)] for name in contenders]
+        print(table(["contender", "step ms", "chosen"], rows))
+        # The default of both is buckets of 25 MB.
+        checks = {
+            f"unshaped: {name}, step of ddp over step": at_least(
+                turns.ratio("ddp, 25 MB", name), 0.97
             )
-    print(table(["contender", "step ms", "bound ms", "bound / step", "MB sent", "CPU ms"], rows))
-    return checks, {"seconds": seconds, "rows": rows, "rounds": rounds}
+            for name in ("auto", "none")
+        }
+        return checks, turns.raw()
 
 
-def median_seconds(replies: Sequence[dict[str, Any]]) -> float:
-    """Return the median seconds of a step over all ranks."""
-    return statistics.median(second for reply in replies for second in reply["seconds"])
+def uneven_links(rounds: int) -> Figures:
+    """Compare shares that follow the links with equal ones."""
+    contenders: Contenders = {
+        name: contender
+        for codec in ("fp16", "tbq")
+        for name, contender in {
+            f"{codec}, equal shares": (codec, _OURS),
+            f"{codec}, planned": (codec, {}),
+        }.items()
+    }
+    rates = [SLOW_MBIT] * (HOSTS - 1) + [ODD_MBIT]
+    checks, rows = {}, []
+    with Turns([Host(rate=f"{rate}mbit") for rate in rates], contenders) as turns:
+        turns.warm_up()
+        turns.run(rounds)
+        for codec in ("fp16", "tbq"):
+            equal, planned = f"{codec}, equal shares", f"{codec}, planned"
+            gain = turns.ratio(equal, planned)
+            rows.append(
+                [
+                    codec,
+                    1e3 * turns.seconds(equal),
+                    1e3 * turns.seconds(planned),
+                    gain,
+                    turns.chosen(planned),
+                ]
+            )
+            checks[f"uneven links: {codec}, equal over planned"] = at_least(gain, 1.4)
+        print(table(["codec", "equal ms", "planned ms", "gain", "chosen"], rows))
+        return checks, turns.raw()
 
 
-def link_seconds(algorithm: str, gradient_bytes: int) -> float:
-    """Return the seconds that the bytes of a step take in one direction of a link."""
-    nbytes = gradient_bytes * _BITS.get(algorithm, 0) / 32
-    return 2 * (HOSTS - 1) / HOSTS * nbytes / (RATE_MBIT * 1e6 / 8)
+def ablation(rounds: int) -> Figures:
+    """Add one part of our design after the other, over slow links."""
+    contenders: Contenders = {
+        "codec on the critical path": ("blocking tbq", {}),
+        "+ decoupled": ("tbq", {**_OURS, "batches": False, "min_bytes": 0}),
+        "+ batched": ("tbq", {**_OURS, "min_bytes": 0}),
+        "+ collision-free plan": ("tbq", {**_OURS, "coordinator": "replay", "min_bytes": 0}),
+        "+ selective": ("tbq", {"coordinator": "replay"}),
+        "all chosen here": ("tbq", {}),
+    }
+    hosts = [Host(rate=f"{SLOW_MBIT}mbit") for _ in range(HOSTS)]
+    with Turns(hosts, contenders) as turns:
+        turns.warm_up()
+        turns.run(rounds)
+        rows, before = [], ""
+        for name in contenders:
+            gain = turns.ratio(before, name) if before else 1.0
+            spread = f"{100 * turns.spread(name):.1f} %"
+            rows.append([name, 1e3 * turns.seconds(name), spread, gain, turns.chosen(name)])
+            before = name
+        columns = ["design", "step ms", "spread", "step before / step", "chosen"]
+        print(table(columns, rows))
+        gain = turns.ratio("+ batched", "+ collision-free plan") - 1
+        checks = {}
+        if gain <= 0.02:
+            is_coordinated = "replay" in turns.chosen("all chosen here")
+            checks["ablation: useless coordinator in the plan"] = at_most(float(is_coordinated), 0)
+        return checks, turns.raw()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Rank of benchmarks/gradsync.py: it trains one model with the contender that an order names.
 
 All contenders take turns in the same processes, each with a DistributedDataParallel module of its
-own around the same model.
+own around a model of its own.
 """
 
 from __future__ import annotations
@@ -9,61 +9,15 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
+from benchmarks.support.gradsync_contender import WIDTH, Contender
 from benchmarks.support.rpc import Message, RankRpc
-from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
-from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
 
-# Width and number of the layers: 25.2 MB of gradients in float32.
-WIDTH, LAYERS = 512, 24
 SAMPLES = 16
-
-
-class Contender:
-    """A model with one way of synchronising its gradients.
-
-    Args:
-        name: "ddp", "fp16 hook", "alone" (no synchronisation), or a gradient codec.
-        options: Further arguments of `GradientSyncState`.
-    """
-
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)]
-        self.model: nn.Module = nn.Sequential(*layers)
-        self.nbytes = sum(4 * p.numel() for p in self.model.parameters())
-        self.state: GradientSyncState | None = None
-        if name != "alone":
-            wrapped = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-            self.model = wrapped
-            if name == "fp16 hook":
-                wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-            elif name != "ddp":
-                self.state = GradientSyncState(
-                    **{"algorithm": name, "topology": "ps", "coordinator": "none", **options},
-                    timeout=60.0,
-                )
-                wrapped.register_comm_hook(self.state, compressed_hook)
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-
-    def steps(self, count: int, batch: Tensor) -> list[float]:
-        """Train `count` steps; return the seconds of each, from a barrier on."""
-        seconds = []
-        for _ in range(count):
-            dist.barrier()
-            start = time.perf_counter()
-            self._optimizer.zero_grad()
-            self.model(batch).square().mean().backward()
-            self._optimizer.step()
-            seconds.append(time.perf_counter() - start)
-        return seconds
 
 
 def main(rpc: RankRpc) -> None:
@@ -77,18 +31,27 @@ def main(rpc: RankRpc) -> None:
 
 
 def follow(order: Message, contenders: dict[str, Contender], batch: Tensor) -> Message:
-    """Train with a contender, made by its first order; return seconds, bytes and processor time."""
+    """Train with a contender, made by its first order; return seconds, bytes and processor time.
+
+    Args:
+        order: Name, algorithm, options, number of steps, number of samples, and emulated seconds.
+        contenders: Contenders by name.
+        batch: Input of the model, of which the first samples are used.
+    """
     name = order["contender"]
     if name not in contenders:
         contenders[name] = Contender(order["algorithm"], order["options"])
     contender = contenders[name]
     sent, used = sent_bytes(), time.process_time()
-    seconds = contender.steps(order["steps"], batch)
+    seconds = contender.steps(
+        order["steps"], batch[: order.get("samples", SAMPLES)], order.get("emulated", 0.0)
+    )
     return {
         "seconds": seconds,
         "sent": (sent_bytes() - sent) / order["steps"],
         "cpu": (time.process_time() - used) / order["steps"],
         "gradient_bytes": contender.nbytes,
+        "chosen": contender.chosen(),
     }
 
 

@@ -17,7 +17,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.support.gradsync_rank import LAYERS, SAMPLES, WIDTH
+from benchmarks.support.gradsync_contender import LAYERS, WIDTH
+from benchmarks.support.gradsync_rank import SAMPLES
 from benchmarks.support.rpc import Message, RankRpc
 from lightning_dlres.codecs import base as registry
 from lightning_dlres.codecs.gradient import GradientCodec

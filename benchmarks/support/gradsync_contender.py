@@ -1,0 +1,197 @@
+"""Contender of benchmarks/gradsync.py: a model with one way of synchronising its gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlres.codecs.gradient import gradient_codec
+from lightning_dlres.gradsync.execute import transmitters
+from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+
+# Width and number of the layers: 25.2 MB of gradients in float32.
+WIDTH, LAYERS = 512, 24
+# Larger than the model: all gradients are in one bucket. PowerSGD's hook needs that over gloo.
+ONE_BUCKET_MB = 1000.0
+# Rank of PowerSGD's matrices, in the middle of those that its authors use (Vogels et al., 2019).
+_POWER_RANK = 2
+
+
+class EmulatedCompute(torch.autograd.Function):
+    """Identity that sleeps in forward and backward, as a processor of its own would compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:  # type: ignore[override]
+        """Sleep `forward` seconds; backward will sleep `backward` seconds."""
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        """Sleep, and pass the gradient on."""
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+class Layer(nn.Module):
+    """Linear layer and ReLU, with emulated compute.
+
+    Attributes:
+        seconds: Emulated seconds of forward and backward together; backward takes two thirds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(WIDTH, WIDTH), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output."""
+        y = self.linear(x).relu()
+        if self.seconds:
+            # Backward sleeps before the layer's gradients are ready.
+            y = EmulatedCompute.apply(y, self.seconds / 3, self.seconds * 2 / 3)
+        return y
+
+
+class Contender:
+    """A model with one way of synchronising its gradients.
+
+    Args:
+        name: "alone" (no synchronisation), "ddp", "fp16 hook", "powersgd", "blocking" followed by a
+            gradient codec (see `BlockingCodec`), or an algorithm of `GradientSyncState`.
+        options: Further arguments of `GradientSyncState`; `bucket_cap_mb` is for
+            DistributedDataParallel, and `batches` set to False sends each unit by itself.
+
+    Attributes:
+        nbytes: Bytes of the gradients.
+        state: State of our hook; None without it.
+    """
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        options = dict(options)
+        self.model: nn.Module = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+        self._layers = list(self.model.children())
+        self.nbytes = sum(4 * p.numel() for p in self.model.parameters())
+        self.state: GradientSyncState | None = None
+        self._batches = options.pop("batches", True)
+        if name != "alone":
+            cap = ONE_BUCKET_MB if name == "powersgd" else options.pop("bucket_cap_mb", None)
+            wrapped = DistributedDataParallel(
+                self.model, gradient_as_bucket_view=True, bucket_cap_mb=cap
+            )
+            self._register(wrapped, name, options)
+            self.model = wrapped
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+
+    def _register(
+        self, wrapped: DistributedDataParallel, name: str, options: dict[str, Any]
+    ) -> None:
+        if name == "fp16 hook":
+            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif name == "powersgd":
+            state = PowerSGDState(None, _POWER_RANK, start_powerSGD_iter=2)
+            wrapped.register_comm_hook(state, powerSGD_hook)
+        elif name.startswith("blocking "):
+            blocking = BlockingCodec(name.removeprefix("blocking "))
+            wrapped.register_comm_hook(blocking, BlockingCodec.reduce)
+        elif name != "ddp":
+            self.state = GradientSyncState(algorithm=name, timeout=60.0, **options)
+            self.state.name_parameters(wrapped.module.named_parameters())
+            wrapped.register_comm_hook(self.state, compressed_hook)
+
+    def steps(self, count: int, batch: Tensor, emulated: float = 0.0) -> list[float]:
+        """Train `count` steps; return the seconds of each, from a barrier on.
+
+        Args:
+            count: Number of steps.
+            batch: Input of the model.
+            emulated: Emulated seconds of computation in a step.
+        """
+        for layer in self._layers:
+            layer.seconds = emulated / LAYERS  # type: ignore[assignment]
+        seconds = []
+        with _batched(self._batches):
+            for _ in range(count):
+                dist.barrier()
+                start = time.perf_counter()
+                self._optimizer.zero_grad()
+                self.model(batch).square().mean().backward()
+                self._optimizer.step()
+                seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def chosen(self) -> str:
+        """Return what our planning has chosen: algorithm, topology, and "replay" if a coordinator
+        plans the messages; "" for other contenders."""
+        if self.state is None or self.state.plan is None:
+            return self.state.algorithm if self.state is not None else ""
+        synchroniser = self.state.synchroniser
+        is_coordinated = synchroniser is not None and synchroniser.coordinator is not None
+        parts = [self.state.algorithm, self.state.plan.topology, "replay" * is_coordinated]
+        return " ".join(filter(None, parts))
+
+
+class BlockingCodec:
+    """Hook that compresses inside the call, gathers from all ranks, and decodes inside the call.
+
+    This is the obvious way to add a codec to DistributedDataParallel. The codec stands on the
+    critical path, and every rank decodes the gradients of all ranks.
+
+    Args:
+        codec: Name of a gradient codec.
+    """
+
+    def __init__(self, codec: str) -> None:
+        self._codec = type(gradient_codec(codec))()
+        self._states: dict[nn.Parameter, dict[str, Tensor]] = {}
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Replace the gradients of a bucket by their means, before returning."""
+        world_size, codec = dist.get_world_size(), self._codec
+        parameters = bucket.parameters()
+        gradients = [gradient.reshape(-1) for gradient in bucket.gradients()]
+        sizes = [codec.payload_bytes(gradient.numel()) for gradient in gradients]
+        payload = torch.empty(sum(sizes), dtype=torch.uint8)
+        for parameter, gradient, piece in zip(
+            parameters, gradients, payload.split(sizes), strict=True
+        ):
+            if parameter not in self._states:
+                self._states[parameter] = codec.new_state(gradient.numel(), gradient.device)
+            codec.compress(gradient, self._states[parameter], piece, scale=1.0, seed=0)
+        gathered = [torch.empty_like(payload) for _ in range(world_size)]
+        dist.all_gather(gathered, payload)
+        pieces = [received.split(sizes) for received in gathered]
+        for number, gradient in enumerate(gradients):
+            for rank in range(world_size):
+                codec.expand(
+                    pieces[rank][number], gradient, scale=1 / world_size, accumulate=rank > 0
+                )
+        done: Future[Tensor] = Future()
+        done.set_result(bucket.buffer())
+        return done
+
+
+@contextmanager
+def _batched(is_batched: bool) -> Iterator[None]:
+    """Context manager in which our engine sends each unit by itself, if `is_batched` is False."""
+    before = transmitters.MESSAGE_BYTES, transmitters.WAITING_BYTES
+    if not is_batched:
+        transmitters.MESSAGE_BYTES = transmitters.WAITING_BYTES = 1
+    try:
+        yield
+    finally:
+        transmitters.MESSAGE_BYTES, transmitters.WAITING_BYTES = before
