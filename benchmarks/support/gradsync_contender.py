@@ -10,13 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlres.codecs.gradient import gradient_codec
+from benchmarks.support.blocking_codec import BlockingCodec, blocking_hook
 from lightning_dlres.gradsync.execute import transmitters
 from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
@@ -107,7 +105,7 @@ class Contender:
             wrapped.register_comm_hook(state, powerSGD_hook)
         elif name.startswith("blocking "):
             blocking = BlockingCodec(name.removeprefix("blocking "))
-            wrapped.register_comm_hook(blocking, BlockingCodec.reduce)
+            wrapped.register_comm_hook(blocking, blocking_hook)
         elif name != "ddp":
             self.state = GradientSyncState(algorithm=name, timeout=60.0, **options)
             self.state.name_parameters(wrapped.module.named_parameters())
@@ -143,46 +141,6 @@ class Contender:
         is_coordinated = synchroniser is not None and synchroniser.coordinator is not None
         parts = [self.state.algorithm, self.state.plan.topology, "replay" * is_coordinated]
         return " ".join(filter(None, parts))
-
-
-class BlockingCodec:
-    """Hook that compresses inside the call, gathers from all ranks, and decodes inside the call.
-
-    This is the obvious way to add a codec to DistributedDataParallel. The codec stands on the
-    critical path, and every rank decodes the gradients of all ranks.
-
-    Args:
-        codec: Name of a gradient codec.
-    """
-
-    def __init__(self, codec: str) -> None:
-        self._codec = type(gradient_codec(codec))()
-        self._states: dict[nn.Parameter, dict[str, Tensor]] = {}
-
-    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Replace the gradients of a bucket by their means, before returning."""
-        world_size, codec = dist.get_world_size(), self._codec
-        parameters = bucket.parameters()
-        gradients = [gradient.reshape(-1) for gradient in bucket.gradients()]
-        sizes = [codec.payload_bytes(gradient.numel()) for gradient in gradients]
-        payload = torch.empty(sum(sizes), dtype=torch.uint8)
-        for parameter, gradient, piece in zip(
-            parameters, gradients, payload.split(sizes), strict=True
-        ):
-            if parameter not in self._states:
-                self._states[parameter] = codec.new_state(gradient.numel(), gradient.device)
-            codec.compress(gradient, self._states[parameter], piece, scale=1.0, seed=0)
-        gathered = [torch.empty_like(payload) for _ in range(world_size)]
-        dist.all_gather(gathered, payload)
-        pieces = [received.split(sizes) for received in gathered]
-        for number, gradient in enumerate(gradients):
-            for rank in range(world_size):
-                codec.expand(
-                    pieces[rank][number], gradient, scale=1 / world_size, accumulate=rank > 0
-                )
-        done: Future[Tensor] = Future()
-        done.set_result(bucket.buffer())
-        return done
 
 
 @contextmanager
