@@ -53,11 +53,14 @@ def message_of(step: int, payloads: Sequence[tuple[int, Part, Tensor]]) -> Tree:
         [unit, int(part), content.size]
         for (unit, part, _), content in zip(payloads, contents, strict=True)
     ]
-    message = np.zeros(sum(_aligned(content.size) for content in contents), np.uint8)
+    # Not `zeros`: it would write all of the message twice.
+    message = np.empty(sum(_aligned(content.size) for content in contents), np.uint8)
     offset = 0
     for content in contents:
-        message[offset : offset + content.size] = content
-        offset += _aligned(content.size)
+        end, following = offset + content.size, offset + _aligned(content.size)
+        message[offset:end] = content
+        message[end:following] = 0
+        offset = following
     return [step, entries, torch.from_numpy(message)]
 
 

@@ -10,7 +10,7 @@ words as hold its elements, and the planes of these words are shorter, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +32,15 @@ _PIECE = 1 << 17
 def blocks(count: int) -> int:
     """Return the number of blocks of `count` elements."""
     return -(-count // BLOCK)
+
+
+@cache
+def block_numbers(count: int) -> NDArray[np.int64]:
+    """Return int64[blocks(count)], the numbers of the blocks; it must not be changed.
+
+    Kept, because `arange` releases the interpreter's lock, and then waits for other threads.
+    """
+    return np.arange(blocks(count))
 
 
 def words(count: int, bits: int) -> int:

@@ -7,11 +7,17 @@ or 8 bits, packed as in `layout`.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dlres.kernels.gradients.layout import blocks, float_array, run, word_array, words
+from lightning_dlres.kernels.gradients.layout import (
+    block_numbers,
+    blocks,
+    float_array,
+    run,
+    word_array,
+    words,
+)
 
 
 def payload_bytes(count: int, bits: int, *, per_block: bool = True) -> int:
@@ -89,7 +95,7 @@ def encode_stochastic(
         bits,
         elements=[float_array(gradient)],
         per_block=[
-            np.arange(blocks(count)),
+            block_numbers(count),
             steps if step is None else steps.repeat(blocks(count)),
         ],
         codes=word_array(codes),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_dlres.kernels.gradients.layout import (
     Array,
+    block_numbers,
     blocks,
     float_array,
     run,
@@ -86,7 +87,7 @@ def encode(
         count,
         BITS,
         elements=[values, float_array(residual)],
-        per_block=[np.arange(blocks(count)), per_block],
+        per_block=[block_numbers(count), per_block],
         codes=memory[_HEADER_WORDS:],
         options=[scale, float(sent[0])],
     )
