@@ -1,8 +1,8 @@
 """TernGrad: unbiased codes -1, 0 and 1 (Wen, Xu, Yan, Wu, Wang, Chen and Li, 2017).
 
-A gradient is first clipped at 2.5 standard deviations. The scale is its largest magnitude after
-that; each element is sent as its sign with a probability of its magnitude divided by the scale. The
-codes are unbiased for the clipped gradient.
+A gradient is first clipped at 2.5 standard deviations. The step between two codes is the largest
+magnitude that is left. Each element is sent as its sign, with the probability magnitude / step, and
+else as 0. The expected value of a decoded element is therefore the clipped element.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BITS = 2
 
 @register
 class TernGrad(GradientCodec):
-    """Codec with codes of 2 bits, and one scale per gradient; it has no state.
+    """Codec with codes of 2 bits, and one step per gradient; it has no state.
 
     Args:
         clip: Standard deviations at which a gradient is clipped.
@@ -52,13 +52,13 @@ class TernGrad(GradientCodec):
         pivot = values[:1] if count else values.new_zeros(1)
         limit, total, squares = sums.moments(values, pivot)
         if count > 1:
-            # A GPU divides by a number by multiplying with its inverse.
+            # A GPU multiplies by the inverse in place of a division, so both devices do.
             inverse = 1 / count
             variance = (squares - total * total * inverse) * inverse
             deviation = variance.clamp(min=0).sqrt().to(torch.float32)
             clipped = limit.minimum(deviation * self.clip)
             limit = torch.where(deviation > 0, clipped, limit)
-        # Arithmetic with NaN gives other bits on a GPU than on a CPU.
+        # A NaN from arithmetic has other bits on a GPU than on a CPU, so store the same constant.
         step = (limit * scale).masked_fill(limit.isnan(), math.nan).view(1)
         levels.encode_stochastic(values, payload, scale, bits=_BITS, seed=seed, step=step)
 

@@ -225,7 +225,7 @@ def encode_stochastic(
         )
 
 
-def _decode_block(words: Any, out: Any, step: Any, bits: Any, keep: Any) -> None:
+def _decode_block(words: Any, out: Any, step: Any, bits: Any, accumulate: Any) -> None:
     unused = uint32(32 - bits)
     for p in range(32 // bits):
         first = p * words.size
@@ -234,7 +234,7 @@ def _decode_block(words: Any, out: Any, step: Any, bits: Any, keep: Any) -> None
         for i in range(values.size):
             # Shifting left and then right extends the sign.
             level = int32(words[i] << left) >> int32(unused)
-            values[i] = (values[i] if keep else float32(0)) + float32(level) * step
+            values[i] = (values[i] if accumulate else float32(0)) + float32(level) * step
 
 
 _block_decoder = subroutine(_decode_block, nogil=True)
@@ -251,7 +251,7 @@ _block_decoder = subroutine(_decode_block, nogil=True)
     ),
     nogil=True,
 )
-def decode(out: Any, scales: Any, words: Any, scale: Any, bits: Any, keep: Any) -> None:
+def decode(out: Any, scales: Any, words: Any, scale: Any, bits: Any, accumulate: Any) -> None:
     """Decode whole blocks; the last one may be shorter.
 
     Args:
@@ -260,7 +260,7 @@ def decode(out: Any, scales: Any, words: Any, scale: Any, bits: Any, keep: Any) 
         words: uint32[words(n, bits)].
         scale: Factor of the decoded values.
         bits: Bits of a code: 2, 4 or 8.
-        keep: Add to `out` instead of replacing it.
+        accumulate: Add to `out` instead of replacing it.
     """
     size = BLOCK * bits // 32
     for block in range(scales.size):
@@ -269,5 +269,5 @@ def decode(out: Any, scales: Any, words: Any, scale: Any, bits: Any, keep: Any) 
             out[block * BLOCK : block * BLOCK + BLOCK],
             scales[block] * scale,
             bits,
-            keep,
+            accumulate,
         )

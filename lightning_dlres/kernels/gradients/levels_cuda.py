@@ -90,7 +90,7 @@ class LevelKernels(NamedTuple):
         nearest: Takes (gradient, residual, scales, words, scale).
         stochastic: Takes (gradient, scales, words, scale, seed), and writes a scale per block.
         stochastic_with_step: Takes the same arguments, and reads `scales[0]`.
-        decode: Takes (out, scales, words, scale, keep).
+        decode: Takes (out, scales, words, scale, accumulate).
     """
 
     nearest: Any
@@ -228,7 +228,7 @@ def bodies(bits: int) -> LevelKernels:
 
         return stochastic
 
-    def decoder(out: Any, scales: Any, words: Any, scale: Any, keep: Any) -> None:
+    def decoder(out: Any, scales: Any, words: Any, scale: Any, accumulate: Any) -> None:
         values = cuda.local.array(planes, float32)
         lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
         size = min(out.size - first, BLOCK)
@@ -240,7 +240,7 @@ def bodies(bits: int) -> LevelKernels:
                 word = words[cuda.blockIdx.x * words_of_block + number]
                 for p in range(planes):
                     values[p] = float32(0)
-                    if keep and p * count + number < size:
+                    if accumulate and p * count + number < size:
                         values[p] = out[first + p * count + number]
                 for p in range(planes):
                     element = p * count + number

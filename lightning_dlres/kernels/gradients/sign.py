@@ -87,8 +87,8 @@ def _arrays(payload: Tensor, count: int) -> tuple[Array, Array]:
     They are no views of tensors: every torch operation releases the interpreter's lock, and then
     waits for the threads that compute and transfer other gradients.
     """
-    memory, means = word_array(payload), _MEANS_BYTES // 4 * blocks(count)
-    return memory[:means].view(np.float32).reshape(-1, 2), memory[means:]
+    packed, mean_words = word_array(payload), _MEANS_BYTES // 4 * blocks(count)
+    return packed[:mean_words].view(np.float32).reshape(-1, 2), packed[mean_words:]
 
 
 def _parts(payload: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def _means_of_block(gradient: Any, residual: Any, lanes: Any, count: Any, scale: Any) -> Any:
-    """Return the means of the values of each sign; NaN if a value is not finite.
+    """Return the mean of the values from 0 up and of those below; NaN if one is not finite.
 
     The sum of each lane is separate, which allows vector instructions. A GPU adds in the same
     order, see `sums`.
@@ -31,14 +31,14 @@ def _means_of_block(gradient: Any, residual: Any, lanes: Any, count: Any, scale:
             value = values[i] * scale + errors[i]
             positive = value >= float32(0)
             lanes[0, i] += value if positive else float32(0)
-            # NaN is not positive, so it is added here.
+            # NaN is not at least 0, so it is added here, and makes the mean NaN.
             lanes[1, i] += float32(0) if positive else value
             lanes[2, i] += float32(1) if positive else float32(0)
-    above, below, number = tree_sum(lanes[0]), tree_sum(lanes[1]), tree_sum(lanes[2])
+    above, below, at_least_zero = tree_sum(lanes[0]), tree_sum(lanes[1]), tree_sum(lanes[2])
     if not (above - below <= float32(_LARGEST)):
         return float32(np.nan), float32(np.nan)
-    others = float32(gradient.size) - number
-    return above / max(number, float32(1)), below / max(others, float32(1))
+    others = float32(gradient.size) - at_least_zero
+    return above / max(at_least_zero, float32(1)), below / max(others, float32(1))
 
 
 _block_means = subroutine(_means_of_block, nogil=True)
@@ -83,7 +83,7 @@ def encode(gradient: Any, residual: Any, means: Any, words: Any, scale: Any) -> 
     Args:
         gradient: float32[n].
         residual: float32[n], updated in place.
-        means: float32[blocks(n), 2]: receives the mean of the positive and of the other values.
+        means: float32[blocks(n), 2]: receives the mean of the values from 0 up, and of the others.
         words: uint32[words(n, 1)].
         scale: Power of two by which the gradient is multiplied.
     """
@@ -97,14 +97,14 @@ def encode(gradient: Any, residual: Any, means: Any, words: Any, scale: Any) -> 
         _block_encoder(values, errors, codes, scale, above, below)
 
 
-def _decode_block(words: Any, out: Any, above: Any, below: Any, keep: Any) -> None:
+def _decode_block(words: Any, out: Any, above: Any, below: Any, accumulate: Any) -> None:
     for p in range(_PLANES):
         first = p * words.size
         values = out[first : min(first + words.size, out.size)]
         shift = uint32(p)
         for i in range(values.size):
             value = above if (words[i] >> shift) & uint32(1) else below
-            values[i] = (values[i] if keep else float32(0)) + value
+            values[i] = (values[i] if accumulate else float32(0)) + value
 
 
 _block_decoder = subroutine(_decode_block, nogil=True)
@@ -120,7 +120,7 @@ _block_decoder = subroutine(_decode_block, nogil=True)
     ),
     nogil=True,
 )
-def decode(out: Any, means: Any, words: Any, scale: Any, keep: Any) -> None:
+def decode(out: Any, means: Any, words: Any, scale: Any, accumulate: Any) -> None:
     """Decode whole blocks; the last one may be shorter.
 
     Args:
@@ -128,7 +128,7 @@ def decode(out: Any, means: Any, words: Any, scale: Any, keep: Any) -> None:
         means: float32[blocks(n), 2].
         words: uint32[words(n, 1)].
         scale: Factor of the decoded values.
-        keep: Add to `out` instead of replacing it.
+        accumulate: Add to `out` instead of replacing it.
     """
     for block in range(len(means)):
         first, word = block * BLOCK, block * _WORDS
@@ -137,5 +137,5 @@ def decode(out: Any, means: Any, words: Any, scale: Any, keep: Any) -> None:
             out[first : first + BLOCK],
             means[block, 0] * scale,
             means[block, 1] * scale,
-            keep,
+            accumulate,
         )

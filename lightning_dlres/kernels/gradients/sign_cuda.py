@@ -43,8 +43,9 @@ def decode(out: Tensor, means: Tensor, codes: Tensor, scale: float, accumulate: 
     count = out.numel()
     if count:
         _, kernel = kernels()
-        words, keep = codes.view(torch.uint32), np.bool_(accumulate)
-        launch(kernel, blocks(count), THREADS, out, means, words, np.float32(scale), keep)
+        words = codes.view(torch.uint32)
+        options = np.float32(scale), np.bool_(accumulate)
+        launch(kernel, blocks(count), THREADS, out, means, words, *options)
 
 
 @cache
@@ -96,7 +97,7 @@ def sign_encode(gradient: Any, residual: Any, means: Any, words: Any, scale: Any
         words[cuda.blockIdx.x * THREADS + lane] = word
 
 
-def sign_decode(out: Any, means: Any, words: Any, scale: Any, keep: Any) -> None:
+def sign_decode(out: Any, means: Any, words: Any, scale: Any, accumulate: Any) -> None:
     """Kernel with the arguments of `sign_cpu.decode`, except that `means` has one dimension."""
     values = cuda.local.array(_PLANES, float32)
     lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
@@ -108,7 +109,7 @@ def sign_decode(out: Any, means: Any, words: Any, scale: Any, keep: Any) -> None
         word = words[cuda.blockIdx.x * THREADS + lane]
         for p in range(_PLANES):
             values[p] = float32(0)
-            if keep and p * count + lane < size:
+            if accumulate and p * count + lane < size:
                 values[p] = out[first + p * count + lane]
         for p in range(_PLANES):
             element = p * count + lane

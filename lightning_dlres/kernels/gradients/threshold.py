@@ -23,7 +23,7 @@ BITS = 2
 _HEADER_BYTES, _HEADER_WORDS = 4, 1
 # Smallest threshold: zero would send every element.
 SMALLEST = float(np.finfo(np.float32).tiny)
-# Largest threshold: an infinite one would be no state to save, and would send nothing.
+# Largest threshold: with an infinite one, no later element would be sent.
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -46,11 +46,12 @@ def encode(
         gradient: float32[n], contiguous.
         residual: float32[n], updated in place. Elements whose value is not finite keep theirs.
         payload: uint8[payload_bytes(n)].
-        threshold: float32[1], at least 0. Zero stands for the smallest positive threshold.
+        threshold: float32[1], at least 0; updated in place if `multiple` is given.
         scale: Power of two by which the gradient is multiplied.
-        multiple: The threshold becomes this multiple of the mean magnitude of gradient plus
-            residual, measured on a sixteenth of the elements. A threshold of zero is first set to
-            the multiple of the gradient's mean magnitude. None keeps the threshold.
+        multiple: None keeps the threshold; zero then encodes as the smallest positive number. With
+            a number, a threshold of zero is first set to this multiple of the gradient's mean
+            magnitude. After encoding, the next call's threshold is set to this multiple of the mean
+            magnitude of gradient plus residual, measured on a sixteenth of the elements.
     """
     count, device = gradient.numel(), gradient.device
     if gradient.is_cuda:
@@ -66,9 +67,9 @@ def encode(
         return
     from lightning_dlres.kernels.gradients import threshold_cpu
 
-    # Arrays, because every torch operation releases the interpreter's lock, and then waits for the
+    # NumPy, because every torch operation releases the interpreter's lock, and then waits for the
     # threads that compute and transfer other gradients.
-    values, current, memory = float_array(gradient), float_array(threshold), word_array(payload)
+    values, current, packed = float_array(gradient), float_array(threshold), word_array(payload)
     per_block = np.empty((blocks(count), 2))
     if multiple is not None and not current[0]:
         run(
@@ -80,16 +81,17 @@ def encode(
             options=[scale],
         )
         _adapt(per_block, current, multiple)
-    sent = memory[:_HEADER_WORDS].view(np.float32)
-    np.maximum(current, SMALLEST, out=sent)
+    header_array = packed[:_HEADER_WORDS].view(np.float32)
+    np.maximum(current, SMALLEST, out=header_array)
     run(
         threshold_cpu.encode,
         count,
         BITS,
         elements=[values, float_array(residual)],
+        # The number of a block chooses the sixteenth that is measured.
         per_block=[block_numbers(count), per_block],
-        codes=memory[_HEADER_WORDS:],
-        options=[scale, float(sent[0])],
+        codes=packed[_HEADER_WORDS:],
+        options=[scale, float(header_array[0])],
     )
     if multiple is not None:
         _adapt(per_block, current, multiple)
@@ -112,14 +114,14 @@ def decode(payload: Tensor, out: Tensor, scale: float, accumulate: bool) -> None
         return
     from lightning_dlres.kernels.gradients import threshold_cpu
 
-    memory = word_array(payload)
+    packed = word_array(payload)
     run(
         threshold_cpu.decode,
         out.numel(),
         BITS,
         elements=[float_array(out)],
-        codes=memory[_HEADER_WORDS:],
-        options=[float(memory[:_HEADER_WORDS].view(np.float32)[0]), scale, accumulate],
+        codes=packed[_HEADER_WORDS:],
+        options=[float(packed[:_HEADER_WORDS].view(np.float32)[0]), scale, accumulate],
     )
 
 

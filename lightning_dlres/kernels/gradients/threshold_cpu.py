@@ -119,7 +119,7 @@ def magnitudes(gradient: Any, sums: Any, scale: Any) -> None:
         sums[block, 0], sums[block, 1] = tree_sum(lanes), values.size
 
 
-def _decode_block(words: Any, out: Any, threshold: Any, keep: Any) -> None:
+def _decode_block(words: Any, out: Any, threshold: Any, accumulate: Any) -> None:
     for p in range(_PLANES):
         first = p * words.size
         values = out[first : min(first + words.size, out.size)]
@@ -130,7 +130,7 @@ def _decode_block(words: Any, out: Any, threshold: Any, keep: Any) -> None:
                 threshold if code == _NEGATIVE else float32(0)
             )
             value = float32(np.nan) if code == _NOT_FINITE else value
-            values[i] = (values[i] if keep else float32(0)) + value
+            values[i] = (values[i] if accumulate else float32(0)) + value
 
 
 _block_decoder = subroutine(_decode_block, nogil=True)
@@ -140,7 +140,7 @@ _block_decoder = subroutine(_decode_block, nogil=True)
     (types.float32[::1], types.uint32[::1], types.float32, types.float32, types.boolean),
     nogil=True,
 )
-def decode(out: Any, words: Any, threshold: Any, scale: Any, keep: Any) -> None:
+def decode(out: Any, words: Any, threshold: Any, scale: Any, accumulate: Any) -> None:
     """Decode whole blocks; the last one may be shorter.
 
     Args:
@@ -148,10 +148,10 @@ def decode(out: Any, words: Any, threshold: Any, scale: Any, keep: Any) -> None:
         words: uint32[words(n, BITS)].
         threshold: Magnitude of the values that were sent.
         scale: Factor of the decoded values.
-        keep: Add to `out` instead of replacing it.
+        accumulate: Add to `out` instead of replacing it.
     """
     for block in range((out.size + BLOCK - 1) // BLOCK):
         first, word = block * BLOCK, block * _WORDS
         _block_decoder(
-            words[word : word + _WORDS], out[first : first + BLOCK], threshold * scale, keep
+            words[word : word + _WORDS], out[first : first + BLOCK], threshold * scale, accumulate
         )

@@ -210,7 +210,7 @@ def threshold_adapt(sums: Any, threshold: Any, multiple: Any, only_zero: Any) ->
             threshold[0] = float32(min(next_threshold, float64(LARGEST)))
 
 
-def threshold_decode(out: Any, header: Any, words: Any, scale: Any, keep: Any) -> None:
+def threshold_decode(out: Any, header: Any, words: Any, scale: Any, accumulate: Any) -> None:
     """Kernel with the arguments of `threshold_cpu.decode`, and the payload's header."""
     values = cuda.local.array(_PLANES, float32)
     lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
@@ -221,7 +221,7 @@ def threshold_decode(out: Any, header: Any, words: Any, scale: Any, keep: Any) -
         word = words[cuda.blockIdx.x * THREADS + lane]
         for p in range(_PLANES):
             values[p] = float32(0)
-            if keep and p * count + lane < size:
+            if accumulate and p * count + lane < size:
                 values[p] = out[first + p * count + lane]
         for p in range(_PLANES):
             element = p * count + lane

@@ -86,14 +86,18 @@ def kernel_signatures() -> Iterator[tuple[str, Callable[..., None], tuple[Any, .
 
     floats, words = types.Array(types.float32, 1, "C"), types.Array(types.uint32, 1, "C")
     sums, table = types.Array(types.float64, 1, "C"), types.Array(types.float64, 2, "C")
-    scale, keep = types.float32, types.boolean
+    scale, accumulate = types.float32, types.boolean
     yield "sign encode", sign_cuda.sign_encode, (floats, floats, floats, words, scale)
-    yield "sign decode", sign_cuda.sign_decode, (floats, floats, words, scale, keep)
+    yield "sign decode", sign_cuda.sign_decode, (floats, floats, words, scale, accumulate)
     arguments: tuple[Any, ...] = (floats, floats, sums, words, floats, floats, scale)
     yield "threshold encode", threshold_cuda.threshold_encode, arguments
-    yield "threshold decode", threshold_cuda.threshold_decode, (floats, floats, words, scale, keep)
+    yield (
+        "threshold decode",
+        threshold_cuda.threshold_decode,
+        (floats, floats, words, scale, accumulate),
+    )
     yield "magnitudes", threshold_cuda.threshold_magnitudes, (floats, sums, floats, scale)
-    yield "adapt", threshold_cuda.threshold_adapt, (table, floats, types.float64, keep)
+    yield "adapt", threshold_cuda.threshold_adapt, (table, floats, types.float64, types.boolean)
     yield "moments", sums_cuda.moments_of_blocks, (floats, floats, table, floats)
     yield "totals", sums_cuda.totals_of_columns, (table, sums)
     for bits in (2, 4, 8):
@@ -105,7 +109,7 @@ def kernel_signatures() -> Iterator[tuple[str, Callable[..., None], tuple[Any, .
             with_step,
             (floats, floats, words, scale, types.uint32),
         )
-        yield f"level decode {bits}", decode, (floats, floats, words, scale, keep)
+        yield f"level decode {bits}", decode, (floats, floats, words, scale, accumulate)
 
 
 def assert_rounds_as_a_cpu(name: str, ptx: str) -> None:
