@@ -62,9 +62,9 @@ def test_weights_equal_those_of_plain_training(name: str, way: str) -> None:
     assert offloader is not None
     assert offloader.measurements.steps > 0 or callback.plan.changes_nothing
     assert offloader.measurements.mismatches == []
-    # Storages may be denser than in the measured step, and then take more when compressed.
-    fixed = way != "compress"
-    limit = callback.plan.saved_peak if fixed else callback.plan.plain_saved_peak
+    # Tensors with fewer zeros than in the measured step compress less than planned.
+    is_bounded = way != "compress"
+    limit = callback.plan.saved_peak if is_bounded else callback.plan.plain_saved_peak
     assert offloader.measurements.saved_peak <= limit
     gc.collect()
     assert offloader._engine.byte_counter.now == 0
@@ -175,9 +175,9 @@ def test_a_model_with_its_own_checkpointing(way: str) -> None:
 
 def test_a_compiled_model() -> None:
     def task() -> Regression:
-        found = Regression("mlp")
-        found.net = torch.compile(found.net, backend="aot_eager")  # type: ignore[assignment]
-        return found
+        compiled = Regression("mlp")
+        compiled.net = torch.compile(compiled.net, backend="aot_eager")  # type: ignore[assignment]
+        return compiled
 
     require_same_weights(fit(task(), batches("mlp")), fit(task(), batches("mlp"), ours("offload")))
 
@@ -194,14 +194,14 @@ class FailsOnce(Regression):
 
 
 def test_another_fit_after_an_exception() -> None:
-    found = []
+    weights = []
     for callbacks in ([], [ours()]):
         task = FailsOnce("mlp")
         with pytest.raises(KeyError, match="of the user"):
             fit(task, batches("mlp"), *callbacks)
         assert all("forward" not in vars(module) for module in task.modules())
-        found.append(fit(task, batches("mlp"), *callbacks))
-    require_same_weights(*found)
+        weights.append(fit(task, batches("mlp"), *callbacks))
+    require_same_weights(*weights)
 
 
 class SkipsEpoch(Regression):
@@ -441,8 +441,9 @@ def test_modules_with_side_effects_are_not_recomputed(how: str) -> None:
         weights = fit(task, batches("mlp"), *callbacks)
         block = task.net[0]
         assert isinstance(block, Remembers)
-        assert block.calls in (0, 8)
-        assert len(block.seen) in (0, 8)
+        # Plain training calls each block once in each of 8 steps.
+        assert block.calls == (8 if how == "counter" else 0)
+        assert len(block.seen) == (8 if how == "list" else 0)
         return weights
 
     callback = ours("recompute", budget="1TiB", saved_budget="1TiB")
@@ -468,7 +469,7 @@ def test_budgets_can_be_shares(text: bool) -> None:
         fit(Regression("gpt"), batches("gpt"), ours(budget=1))
 
 
-class Given(torch.autograd.Function):
+class GradientInForward(torch.autograd.Function):
     """Loss that computes its gradient in forward."""
 
     @staticmethod
@@ -493,9 +494,10 @@ class SavedGradient(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self._saved == "a sum":
-            return Given.apply(self.weight, self.factor) + Given.apply(self.weight, self.factor)
+            loss = GradientInForward.apply(self.weight, self.factor)
+            return loss + GradientInForward.apply(self.weight, self.factor)
         saved = {"an attribute": self.factor, "a parameter": self.other, "itself": self.weight}
-        return Given.apply(self.weight, saved[self._saved])
+        return GradientInForward.apply(self.weight, saved[self._saved])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -548,18 +550,18 @@ class InputBlock(nn.Module):
         self.linear = nn.Linear(16, 16)
 
     def forward(self, x: Tensor | None = None, xs: list[Tensor] | None = None) -> Tensor:
-        given = x if xs is None else xs[0]
-        assert given is not None
-        return self.linear(torch.relu(given))
+        value = x if xs is None else xs[0]
+        assert value is not None
+        return self.linear(torch.relu(value))
 
 
 @pytest.mark.parametrize("how", ["by position", "by keyword", "in a list"])
 def test_modules_whose_inputs_change_later_are_not_recomputed(how: str) -> None:
     def task() -> Regression:
-        found = Regression("mlp")
+        regression = Regression("mlp")
         torch.manual_seed(1)
-        found.net = ChangesInput(how)  # type: ignore[assignment]
-        return found
+        regression.net = ChangesInput(how)  # type: ignore[assignment]
+        return regression
 
     plain = fit(task(), batches("mlp"))
     callback = ours("all", budget="1TiB", saved_budget=0.8)

@@ -49,7 +49,7 @@ def save_states(states: CodecStates, plan: SyncPlan) -> dict[str, Any]:
                 "codec": codecs[gradient, start, stop],
                 "tensors": dict(state),
             }
-            for (gradient, start, stop, part), state in states.items().items()
+            for (gradient, start, stop, part), state in states.by_key.items()
             if state
         ],
     }

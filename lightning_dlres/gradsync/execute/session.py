@@ -1,4 +1,7 @@
-"""Session of a synchroniser: the ranks' process group, their mailbox, the engine, and their end."""
+"""Session of a synchroniser: the ranks' process group, their mailbox, the engine and its shutdown.
+
+The functions below serve both users of a session: the hook's state and the momentum optimizers.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,9 @@ class SyncSession:
             check=check,
             tracer=tracer,
         )
-        # A thread inside gloo would abort the process at its exit, so a script that does not call
-        # `close` abandons the threads.
-        self._end = weakref.finalize(self, self.mailbox.close, False)
+        # If a script exits without `close`, abandon the threads: destroying gloo while a thread is
+        # inside it aborts the process.
+        self._finalizer = weakref.finalize(self, self.mailbox.close, orderly=False)
         self._synchroniser: GradientSynchroniser | None = None
 
     def start(
@@ -113,7 +116,7 @@ class SyncSession:
         """
         if self._synchroniser is not None:
             self._synchroniser.close()
-        self._end.detach()
+        self._finalizer.detach()
         self.mailbox.close(orderly=orderly)
         if orderly:
             dist.destroy_process_group(self._group)

@@ -39,8 +39,9 @@ class CodecStates:
             self._states[key] = codec.new_state(unit.count, device, is_aggregator=is_sum)
         return self._states[key]
 
-    def items(self) -> dict[StateKey, State]:
-        """Return all states by key."""
+    @property
+    def by_key(self) -> dict[StateKey, State]:
+        """All states of this rank; changes to the dict change the states."""
         return self._states
 
 
@@ -52,9 +53,8 @@ class StateCopies:
     """
 
     def __init__(self, states: CodecStates) -> None:
-        self._states = states.items()
-        # Kept for later steps, so that their memory is allocated once. None for a state that did
-        # not exist.
+        self._states = states.by_key
+        # Memory of the copies is used again in later steps. None for a state that did not exist.
         self._copies: dict[StateKey, State | None] = {}
         self._saved: set[StateKey] = set()
 

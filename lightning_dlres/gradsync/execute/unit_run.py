@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.plan.graph import Graph, Part, SyncTask, TaskKind
+from lightning_dlres.gradsync.plan.task_table import TaskTable
 from lightning_dlres.gradsync.plan.units import SyncUnit
 
 
@@ -42,36 +43,17 @@ class StepOptions:
         return self.has_sum_feedback if part is Part.SUM else self.has_error_feedback
 
 
-class UnitTasks:
-    """Tasks of one rank for a unit, with what is looked up in every step.
+class UnitTasks(TaskTable):
+    """Tasks of one rank for a unit, and the memory that they use again in every step.
 
     Args:
         unit: The unit.
         graph: Tasks of this rank.
-
-    Attributes:
-        first: Positions of the compute tasks without predecessors.
-        successors: Positions of the tasks that wait for each task.
-        receives: Positions of the tasks that receive, by source and part.
     """
 
     def __init__(self, unit: SyncUnit, graph: Graph) -> None:
-        self.unit, self.graph = unit, graph
-        self.first = [
-            position
-            for position, task in enumerate(graph)
-            if not task.after and not task.kind.is_transfer
-        ]
-        self.successors = [
-            [successor for successor, task in enumerate(graph) if position in task.after]
-            for position in range(len(graph))
-        ]
-        self.receives = {
-            (task.peer, task.part): position
-            for position, task in enumerate(graph)
-            if task.kind is TaskKind.RECEIVE and task.peer is not None
-        }
-        # Memory that is used again in every step, by its name.
+        super().__init__(graph)
+        self.unit = unit
         self._memory: dict[str, Tensor] = {}
 
     def memory(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -89,8 +71,8 @@ class UnitTasks:
 class UnitRun:
     """Data of a unit in one step.
 
-    Tasks of one unit run one after the other, so nothing here needs a lock, except that transfers
-    read `outgoing` after the task that wrote it.
+    The executor calls `finish` under its lock. The data needs no lock: one thread runs all compute
+    tasks, and a transfer reads `outgoing` only after the task that wrote it.
 
     Args:
         tasks: Unit, and its tasks on this rank.
@@ -116,7 +98,7 @@ class UnitRun:
         self.tasks, self.unit, self.graph, self.codec = tasks, tasks.unit, tasks.graph, codec
         self.options = options
         # Number of predecessors that are not done, for each task.
-        self._pending = [len(task.after) for task in self.graph]
+        self._pending = list(tasks.pending)
         self.unfinished = len(self.graph)
         self.outgoing: dict[Part, Tensor] = {}
         self._gradient, self._states = gradient, states
@@ -138,12 +120,7 @@ class UnitRun:
         The caller guards it against other threads.
         """
         self.unfinished -= 1
-        ready = []
-        for successor in self.tasks.successors[position]:
-            self._pending[successor] -= 1
-            if not self._pending[successor]:
-                ready.append(successor)
-        return ready
+        return self.tasks.release(position, self._pending)
 
     def gradient_bytes(self) -> int:
         """Return the size of the unit's gradient without compression."""
@@ -181,7 +158,7 @@ class UnitRun:
             self._decode()
 
     def _encode(self, part: Part, *, is_own: bool) -> None:
-        """Encode this rank's own gradient, or a sum that begins with merges."""
+        """Encode this rank's own gradient, or the sum of its merges."""
         source = self._gradient
         if not is_own:
             assert self._total is not None
@@ -194,7 +171,7 @@ class UnitRun:
         payload = self.tasks.memory(part.name, self._payload_bytes, torch.uint8, source.device)
         state = self._states.of(self.unit, part, self.codec, source.device)
         if is_own and not self.options.has_data:
-            # Leave the state as it is. The hop of a ring without data needs it for the others' sum.
+            # A rank without data sends zeros and keeps its residual for a later step.
             state = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         elif RESIDUAL in state and not self.options.keeps_errors(part):
             state = {**state, RESIDUAL: torch.zeros_like(state[RESIDUAL])}
@@ -209,12 +186,12 @@ class UnitRun:
     def _merge(self, peer: int) -> None:
         is_first = self._total is None
         if self.codec is None:
-            own = peer == self.options.rank
-            part = self._gradient if own else self._received(peer).view(self._gradient.dtype)
+            is_own = peer == self.options.rank
+            addend = self._gradient if is_own else self._received(peer).view(self._gradient.dtype)
             if self._total is None:
-                self._total = part.clone() if own else part
+                self._total = addend.clone() if is_own else addend
             else:
-                self._total.add_(part)
+                self._total.add_(addend)
             return
         if self._total is None:
             self._total = self.tasks.memory(
@@ -223,7 +200,8 @@ class UnitRun:
         if peer != self.options.rank:
             self.codec.expand(self._received(peer), self._total, accumulate=not is_first)
         elif Part.GRADIENT in self.outgoing:
-            # The codec has transformed the gradient, as by momentum.
+            # The codec replaces the gradient, for example by its momentum, and this rank has
+            # encoded its own: add the replacement, not the gradient.
             self.codec.expand(self.outgoing[Part.GRADIENT], self._total, accumulate=not is_first)
         elif is_first:
             torch.mul(self._gradient, 1 / self.options.loss_scale, out=self._total)

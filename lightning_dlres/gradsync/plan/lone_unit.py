@@ -1,4 +1,4 @@
-"""Time of one unit whose tasks have all queues and links for themselves: its critical path."""
+"""Time of one unit whose tasks have all queues and links to themselves: its critical path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lone_unit_seconds(topology: Topology, owner: int, unit: UnitSeconds, links: 
     one.
 
     Args:
-        topology: Graphs of the unit.
+        topology: Function that returns a rank's graph of the unit.
         owner: Rank that merges, or first rank of the ring.
         unit: Costs of the unit's tasks.
         links: Links of the ranks.
@@ -71,7 +71,7 @@ class _LoneUnit:
         return max(self._ends.values())
 
     def _schedule(self, rank: int, position: int, task: SyncTask) -> None:
-        """Schedule a task if its predecessors are."""
+        """Schedule a task if its predecessors are scheduled."""
         if any((rank, before) not in self._ends for before in task.after):
             return
         ready = max((self._ends[rank, before] for before in task.after), default=0.0)

@@ -59,7 +59,7 @@ class ProbeMessages:
             PeerError: If rank 0 is late or lost.
         """
         self._count += 1
-        key = "decision", self._count
+        key = "shared", self._count
         return self._mailbox.broadcast(0, Channel.SYNC_PROBE, key, tree, _WHAT)
 
     def send(self, destination: int, payload: Tensor) -> None:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 MOST_RANKS = 8
 # Rows of a rank from top to bottom.
 _LANES = ("backward", "compute", "send", "receive")
-# By name of the bar: label and colour. The colours are those of Okabe and Ito (2002), which are
-# distinct for people with any kind of colour vision. Messages on their way lie below the others.
+# Label and colour by name of the bar. Bars are drawn in this order, so messages on their way lie
+# below the tasks. The colours are those of Okabe and Ito (2002), which people with any kind of
+# colour vision can tell apart.
 _STYLE = {
     "backward": ("backward", "#E69F00"),
     "exposed": ("exposed: waits for gradients", "#CCCCCC"),
@@ -43,8 +44,8 @@ class TimelineBar:
     Attributes:
         rank: The rank.
         lane: Row of the rank: "backward", "compute", "send" or "receive".
-        name: Kind of the work; "exposed" and "message" are those of the legend.
-        start: Start, in milliseconds since the first rank's backward.
+        name: Name of a task, or "backward", "exposed" or "message"; the legend explains each.
+        start: Start, in milliseconds since the first rank began backward.
         end: End, in the same unit.
     """
 
@@ -56,7 +57,7 @@ class TimelineBar:
 
 
 def timeline_bars(step: SyncStep) -> list[TimelineBar]:
-    """Return the bars of a step; those that lie on top come last."""
+    """Return the bars of a step, of all ranks."""
     bars = []
     for rank, lane, name, start_ns, end_ns in _intervals(step):
         start, end = ((time - step.start_ns) / 1e6 for time in (start_ns, end_ns))

@@ -100,7 +100,7 @@ def _residual_norm_of(state: GradientSyncState, module: LightningModule) -> floa
     if state.plan is None or state.synchroniser is None:
         return None
     return residual_norm(
-        state.synchroniser.states.items(),
+        state.synchroniser.states.by_key,
         {name: parameter.grad for name, parameter in module.named_parameters()},
         world_size=state.plan.world_size,
         loss_scale=state.loss_scale,

@@ -15,5 +15,6 @@ def test_a_long_log_is_emptied(tmp_path: Path) -> None:
             trim(log.fileno(), 5000)
             assert path.stat().st_size <= 5000
         log.write(b"last\n")
+    # The note begins with the removed number of bytes, just above 5000.
     assert path.read_bytes().startswith(b"(5")
     assert path.read_bytes().endswith(b"last\n")

@@ -50,7 +50,15 @@ def train(
     accumulate: int = 1,
     **ddp: Any,
 ) -> dict[str, Tensor]:
-    """Return the weights after some steps; `options` of the hook's state, or None for plain DDP."""
+    """Return the weights after `STEPS` steps.
+
+    Args:
+        context: This rank.
+        options: Options of the hook's state; None for plain DDP.
+        has_unused: Add a layer that no step uses.
+        accumulate: Backwards of each step.
+        ddp: Options of DDP.
+    """
     context.init_process_group()
     model = Model(has_unused)
     # Small buckets, so that there are several.
@@ -73,7 +81,7 @@ def train(
     weights = copy.deepcopy(model.state_dict())
     if state is not None:
         if state.synchroniser is not None:
-            for key, saved in state.synchroniser.states.items().items():
+            for key, saved in state.synchroniser.states.by_key.items():
                 assert key[0] in weights
                 assert RESIDUAL not in saved or saved[RESIDUAL].isfinite().all()
         state.close()
@@ -155,7 +163,7 @@ def lose_a_rank(context: RankContext) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def test_a_rank_that_is_late_is_named(pool: RankPool) -> None:
+def test_a_rank_that_leaves_is_named(pool: RankPool) -> None:
     messages = pool.run(lose_a_rank, 2)
     assert "rank 0 waited 1 s for gradients from rank 1" in messages[0] or (
         "lost rank 1 while gradients were synchronised" in messages[0]

@@ -85,10 +85,10 @@ def synchronise(
                     opened.sync.undo_step()
                     scale /= 2
             means.append(own)
-            for state in opened.sync.states.items().values():
+            for state in opened.sync.states.by_key.values():
                 assert all(tensor.isfinite().all() for tensor in state.values()), step
         residuals = {key: torch.zeros(count) for key, count in COUNTS.items()}
-        for (key, start, stop, _), state in opened.sync.states.items().items():
+        for (key, start, stop, _), state in opened.sync.states.by_key.items():
             if RESIDUAL in state:
                 residuals[key][start:stop] += state[RESIDUAL]
     return means, residuals

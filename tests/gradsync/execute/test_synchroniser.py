@@ -91,7 +91,7 @@ def synchronise(
             sync.run(step, own)
             means.append(own)
         errors = {key: torch.zeros(count) for key, count in COUNTS.items()}
-        for (key, start, stop, _), state in sync.states.items().items():
+        for (key, start, stop, _), state in sync.states.by_key.items():
             if RESIDUAL in state:
                 errors[key][start:stop] += state[RESIDUAL]
     return means, errors

@@ -104,7 +104,7 @@ class Run:
         """Return copies of what this rank has not sent."""
         if self.sync.synchroniser is None:
             return {}
-        states = self.sync.synchroniser.states.items()
+        states = self.sync.synchroniser.states.by_key
         return {key: state[RESIDUAL].clone() for key, state in states.items() if state}
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_dlres.codecs import codec
-from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.codecs.gradient import GradientCodec, gradient_codec
 from lightning_dlres.gradsync.plan.costs import CodecCosts, LinearCost, LinkCosts, SyncCosts
 from lightning_dlres.gradsync.plan.plan import RAW
 
 FREE = LinearCost(fixed_seconds=0.0, seconds_per_item=0.0)
 
 
-def gradient_codecs(*names: str) -> dict[str, GradientCodec]:
-    found = {name: codec(name) for name in names}
-    return {name: one for name, one in found.items() if isinstance(one, GradientCodec)}
+def codecs_by_name(*names: str) -> dict[str, GradientCodec]:
+    return {name: gradient_codec(name) for name in names}
 
 
 def codec_costs(fixed: float, encode: float, merge: float, decode: float) -> CodecCosts:

@@ -18,9 +18,9 @@ from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, make_plan
 from lightning_dlres.gradsync.plan.prediction import StepPredictor
 from lightning_dlres.gradsync.plan.shares import link_shares
 from lightning_dlres.gradsync.plan.units import GradientSpec
-from tests.gradsync.plan.costs_for_tests import codec_costs, gradient_codecs, sync_costs
+from tests.gradsync.plan.costs_for_tests import codec_costs, codecs_by_name, sync_costs
 
-CODECS = gradient_codecs("fp16", "int8", "tbq", "onebit")
+CODECS = codecs_by_name("fp16", "int8", "tbq", "onebit")
 COSTS = {
     "fp16": codec_costs(1e-5, 8e-9, 1e-9, 1e-9),
     "int8": codec_costs(3e-5, 1.2e-9, 5e-10, 4e-10),
@@ -60,7 +60,7 @@ def test_a_slow_link_is_worth_compression() -> None:
 def test_small_gradients_stay_raw_where_a_codec_takes_longer_than_it_gains() -> None:
     slow_start = {"int8": codec_costs(2e-3, 1e-10, 1e-10, 1e-10)}
     costs = sync_costs([SLOW] * 2, slow_start, message_seconds=1e-5)
-    decision = decide(MODEL, costs, gradient_codecs("int8"))
+    decision = decide(MODEL, costs, codecs_by_name("int8"))
     codecs = {spec.name: choice.codec for spec, choice in zip(MODEL, decision.choices, strict=True)}
     assert {codecs[f"{layer}.weight"] for layer in range(24)} == {"int8"}
     assert {codecs[f"{layer}.bias"] for layer in range(24)} == {RAW}
@@ -111,7 +111,7 @@ def test_gradients_below_the_least_bytes_stay_raw() -> None:
 
 
 def test_a_codec_for_whole_gradients_gets_no_partitions() -> None:
-    codecs = gradient_codecs("graddrop")
+    codecs = codecs_by_name("graddrop")
     costs = sync_costs([SLOW] * 4, {"graddrop": COSTS["tbq"]})
     decision = decide(specs(4_000_000, 10), costs, codecs, algorithms=["graddrop"])
     assert [choice.partitions for choice in decision.choices] == [1, 1]
@@ -147,7 +147,7 @@ def test_tiny_models_get_a_decision(
 def test_decisions_are_near_the_best_of_all_choices(
     counts: list[int], bandwidth: float, ranks: int, topology: str
 ) -> None:
-    gradients, codecs = specs(*counts), gradient_codecs("tbq")
+    gradients, codecs = specs(*counts), codecs_by_name("tbq")
     costs = sync_costs([bandwidth] * ranks, {"tbq": COSTS["tbq"]})
     decision = decide(
         gradients, costs, codecs, algorithms=["raw", "tbq"], topologies=[topology], margin=0.0

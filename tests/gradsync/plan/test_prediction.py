@@ -13,9 +13,9 @@ from lightning_dlres.gradsync.plan.lone_unit import UnitSeconds, lone_unit_secon
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.prediction import StepPredictor
 from lightning_dlres.gradsync.plan.units import GradientSpec
-from tests.gradsync.plan.costs_for_tests import FREE, codec_costs, gradient_codecs, sync_costs
+from tests.gradsync.plan.costs_for_tests import FREE, codec_costs, codecs_by_name, sync_costs
 
-CODECS = gradient_codecs("tbq", "int8")
+CODECS = codecs_by_name("tbq", "int8")
 COSTS = {
     "tbq": codec_costs(2e-5, 1e-9, 5e-10, 3e-10),
     "int8": codec_costs(1e-5, 2e-9, 7e-10, 4e-10),

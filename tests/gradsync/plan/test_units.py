@@ -44,7 +44,7 @@ def test_owners_are_near_the_best_assignment(sizes: list[int], shares: list[floa
 
     owners = assign_owners(sizes, shares)
     best = min(map(time, itertools.product(range(len(shares)), repeat=len(sizes))))
-    # The bound of Gonzalez, Ibarra and Sahni (1977) for unlike machines is 2.
+    # The bound of Gonzalez, Ibarra and Sahni (1977) for machines of different speeds is 2.
     assert time(tuple(owners)) <= 2 * best
 
 
@@ -57,6 +57,7 @@ def test_shares_without_a_positive_one_are_refused() -> None:
 @given(st.lists(st.sampled_from([1.0, 2.0, 4.0, 10.0]), min_size=3, max_size=3))
 def test_link_shares_are_the_best_of_a_grid(bandwidths: list[float]) -> None:
     def time(shares: list[float]) -> float:
+        # A rank sends the shares of the others, and its own sum to all others.
         return max(
             (1 + (len(shares) - 2) * share) / bandwidth
             for share, bandwidth in zip(shares, bandwidths, strict=True)
@@ -82,8 +83,9 @@ def test_link_shares_can_be_given_to_owners(bandwidths: list[float]) -> None:
 def test_one_slow_link_of_four_owns_nothing() -> None:
     shares, seconds = link_shares([25e6, 25e6, 25e6, 6.25e6])
     assert shares == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
-    equal = (1 + 2 / 4) / 6.25e6
-    assert equal / seconds == pytest.approx(1.5)
+    # With equal shares, the slow link sends 3/4 of the bytes, and its own quarter to 3 ranks.
+    seconds_of_equal_shares = (3 / 4 + 3 / 4) / 6.25e6
+    assert seconds_of_equal_shares / seconds == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("bandwidths", [[], [1.0, 0.0], [1.0, -2.0]])

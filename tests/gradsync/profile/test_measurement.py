@@ -18,7 +18,7 @@ from lightning_dlres.gradsync.plan.plan import RAW
 from lightning_dlres.gradsync.profile.codec_times import measure_codecs
 from lightning_dlres.gradsync.profile.measurement import measure_costs
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
-from tests.gradsync.plan.costs_for_tests import gradient_codecs
+from tests.gradsync.plan.costs_for_tests import codecs_by_name
 from tests.support.rank_pool import RankContext, RankPool
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def probe_messages(context: RankContext, timeout: float = 20.0) -> Iterator[Prob
 
 def measure(context: RankContext) -> SyncCosts:
     with probe_messages(context) as messages:
-        return measure_costs(messages, gradient_codecs("tbq", "int8"), CPU, elements=200_000)
+        return measure_costs(messages, codecs_by_name("tbq", "int8"), CPU, elements=200_000)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -37,10 +37,20 @@ def fit(
     directory: str,
     resume: str | None = None,
     dropout: float = 0.0,
-    late: str | None = None,
+    final_path: str | None = None,
 ) -> dict[int, float]:
     """Train for one epoch and save a checkpoint in its middle, or resume from one; return the
-    losses by step."""
+    losses by step.
+
+    Args:
+        context: This rank of the pipeline; None trains plainly.
+        stages: Number of stages.
+        directory: Folder of the checkpoint from the middle.
+        resume: Path of the checkpoint to resume from.
+        dropout: Dropout of the model.
+        final_path: Path of a checkpoint that is saved after the run.
+    """
+    # A resumed run starts with another seed: its values must come from the checkpoint.
     seed_everything(11 if resume is None else 12, verbose=False)
     task = Task("gpt", "adamw", tied=True, metrics=False, dropout=dropout)
     if resume is not None:
@@ -53,6 +63,7 @@ def fit(
         replicas=consecutive_replicas(stages, stages), split=SPLITS.get(("gpt", stages), (5,))
     )
     if context is not None:
+        # The pipeline derives each step's dropout from the global seed, also in a resumed run.
         seed_everything(11, verbose=False)
     trainer = Trainer(
         strategy=HeteroPipeStrategy(plan=plan, microbatches=3) if context else "auto",
@@ -64,8 +75,8 @@ def fit(
         **{**QUIET, "enable_checkpointing": resume is None},
     )
     trainer.fit(task, loader, ckpt_path=resume)
-    if late is not None:
-        trainer.save_checkpoint(late)
+    if final_path is not None:
+        trainer.save_checkpoint(final_path)
     return losses.values
 
 
@@ -75,11 +86,10 @@ def fit_plainly(
     return fit(None, 1, directory, resume)
 
 
-def write(
+def fit_without_interruption(
     pool: RankPool, directory: Path, stages: int = 3, **options: Any
 ) -> tuple[dict[int, float], str]:
-    """Train without interruption; return the losses, and the path of a checkpoint from its
-    middle."""
+    """Train a pipeline; return the losses, and the path of a checkpoint from the middle."""
     losses_by_rank = pool.run(fit, stages, stages, str(directory), **options)
     assert all(losses == losses_by_rank[0] for losses in losses_by_rank)
     return losses_by_rank[0], str(directory / f"step={SAVED}.ckpt")
@@ -94,7 +104,7 @@ def assert_resumes(resumed: dict[int, float], whole: dict[int, float]) -> None:
 def test_three_stages_resume_at_one_two_and_plainly_in_mid_epoch(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    whole, path = write(pool, tmp_path)
+    whole, path = fit_without_interruption(pool, tmp_path)
     for stages in (1, 2):
         for resumed in pool.run(fit, stages, stages, str(tmp_path), path):
             assert_resumes(resumed, whole)
@@ -109,13 +119,13 @@ def test_a_plain_checkpoint_resumes_at_three_stages(pool: RankPool, tmp_path: Pa
 
 
 def test_dropout_resumes_as_if_uninterrupted(pool: RankPool, tmp_path: Path) -> None:
-    whole, path = write(pool, tmp_path, dropout=0.3)
+    whole, path = fit_without_interruption(pool, tmp_path, dropout=0.3)
     for resumed in pool.run(fit, 2, 2, str(tmp_path), path, 0.3):
         assert_resumes(resumed, whole)
 
 
 def test_a_checkpoint_file_equals_that_of_a_single_device(pool: RankPool, tmp_path: Path) -> None:
-    _, path = write(pool, tmp_path / "pipeline")
+    _, path = fit_without_interruption(pool, tmp_path / "pipeline")
     pool.run(fit_plainly, 1, str(tmp_path / "plain"))
     actual = torch.load(path, weights_only=False)
     expected = torch.load(tmp_path / "plain" / f"step={SAVED}.ckpt", weights_only=False)
@@ -135,9 +145,9 @@ def test_a_checkpoint_file_equals_that_of_a_single_device(pool: RankPool, tmp_pa
 
 
 def test_a_checkpoint_can_be_saved_after_the_run(pool: RankPool, tmp_path: Path) -> None:
-    late = tmp_path / "late.ckpt"
-    pool.run(fit, 2, 2, str(tmp_path / "a"), late=str(late))
-    checkpoint = torch.load(late, weights_only=False)
+    path = tmp_path / "final.ckpt"
+    pool.run(fit, 2, 2, str(tmp_path / "a"), final_path=str(path))
+    checkpoint = torch.load(path, weights_only=False)
     states = checkpoint["optimizer_states"][0]["state"]
     assert len(states) == len(checkpoint["optimizer_states"][0]["param_groups"][0]["params"])
     assert not any(value.is_meta for value in checkpoint["state_dict"].values())
@@ -166,7 +176,7 @@ print("steps", trainer.global_step)
 def test_a_process_without_this_package_resumes_a_checkpoint(
     pool: RankPool, tmp_path: Path, run_script: Any
 ) -> None:
-    _, path = write(pool, tmp_path)
+    _, path = fit_without_interruption(pool, tmp_path)
     root = str(Path(__file__).parents[3])
     result = run_script(PLAIN_SCRIPT, path, root, cwd=tmp_path)
     assert result.returncode == 0, result.output

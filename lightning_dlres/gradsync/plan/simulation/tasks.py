@@ -1,39 +1,8 @@
-"""Task graphs of units in the form that the simulation reads, and the units' progress."""
+"""Progress of the units in a simulation."""
 
 from __future__ import annotations
 
-from lightning_dlres.gradsync.plan.graph import Graph, TaskKind
-
-
-class TaskTable:
-    """A unit's graph with its tasks' successors; equal graphs share one table.
-
-    Attributes:
-        graph: The tasks.
-        first: Positions of the compute tasks without predecessors.
-        pending: Number of predecessors of each task.
-        successors: Positions of the tasks after each task.
-        sends: Position of each `SEND` by peer and number of the part.
-        receives: Position of each `RECEIVE` by peer and number of the part.
-    """
-
-    __slots__ = ("first", "graph", "pending", "receives", "sends", "successors")
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.pending = tuple(len(task.after) for task in graph)
-        self.first = tuple(
-            position
-            for position, task in enumerate(graph)
-            if not task.after and not task.kind.is_transfer
-        )
-        successors: list[list[int]] = [[] for _ in graph]
-        for position, task in enumerate(graph):
-            for before in task.after:
-                successors[before].append(position)
-        self.successors = tuple(map(tuple, successors))
-        self.sends = _positions(graph, TaskKind.SEND)
-        self.receives = _positions(graph, TaskKind.RECEIVE)
+from lightning_dlres.gradsync.plan.task_table import TaskTable
 
 
 class SimulatedUnit:
@@ -42,7 +11,7 @@ class SimulatedUnit:
     Args:
         rank: The rank.
         unit: Number of the unit.
-        table: Its tasks.
+        table: Its tasks; equal graphs share one table.
 
     Attributes:
         has_started: True if the gradient is ready.
@@ -63,21 +32,8 @@ class SimulatedUnit:
     def finish(self, position: int) -> list[int]:
         """Mark a task as done; return the positions of the tasks that it makes ready."""
         self.unfinished -= 1
-        ready = []
-        for successor in self.table.successors[position]:
-            self.pending[successor] -= 1
-            if not self.pending[successor]:
-                ready.append(successor)
-        return ready
+        return self.table.release(position, self.pending)
 
 
 # A unit on a rank, and the position of a task in its graph.
 UnitTask = tuple[SimulatedUnit, int]
-
-
-def _positions(graph: Graph, kind: TaskKind) -> dict[tuple[int, int], int]:
-    return {
-        (task.peer, int(task.part)): position
-        for position, task in enumerate(graph)
-        if task.kind is kind and task.peer is not None
-    }

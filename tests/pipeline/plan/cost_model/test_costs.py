@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.pipeline.plan.cost_model.costs import layer_ranges
-from lightning_dlres.pipeline.plan.cost_model.simulator import (
-    simulate,
-)
+from lightning_dlres.pipeline.plan.cost_model.simulator import simulate
 from lightning_dlres.pipeline.plan.schedules.base import Schedule
 from lightning_dlres.pipeline.profile.run_profile import StepCosts
 from tests.support.examples import examples, randoms, replica_counts, stage_counts
@@ -30,9 +28,9 @@ from tests.support.pipeline_profiles import (
 
 class TestMemory:
     def test_micro_batches_in_flight_over_time(self) -> None:
-        found = simulate(stage_per_layer(plain_layers([1.0, 1.0]), 3), [1, 1])
-        assert found.in_flight(0, 0) == [(0, 1), (1, 2), (6, 1), (6, 2), (9, 1), (12, 0)]
-        assert max(count for _, count in found.in_flight(0, 1)) == 1
+        simulation = simulate(stage_per_layer(plain_layers([1.0, 1.0]), 3), [1, 1])
+        assert simulation.in_flight(0, 0) == [(0, 1), (1, 2), (6, 1), (6, 2), (9, 1), (12, 0)]
+        assert max(count for _, count in simulation.in_flight(0, 1)) == 1
 
     @settings(max_examples=examples(50))
     @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 8), st.integers(0, 2))
@@ -41,9 +39,9 @@ class TestMemory:
     ) -> None:
         workload = stage_per_layer(plain_layers([1.0] * stages), count, schedule)
         workload = replace(workload, extra_in_flight=extra)
-        found = simulate(workload, [1] * stages)
+        simulation = simulate(workload, [1] * stages)
         for stage in range(stages):
-            assert max(n for _, n in found.in_flight(0, stage)) == workload.in_flight(stage)
+            assert max(n for _, n in simulation.in_flight(0, stage)) == workload.in_flight(stage)
 
     def test_peak_bytes_by_hand(self) -> None:
         layer = {
@@ -82,10 +80,10 @@ class TestMemory:
         large = replace(workload, step=msgspec.structs.replace(step, loss_bytes=170))
         assert large.peak_bytes(1, range(2, 4), ()) == static - 13 + 3 * (7 + 170)
         # The optimizer's step needs the largest layer's memory and half of all gradients.
-        needs = zip((9, 120, 9, 9), layers, strict=True)
+        bytes_by_layer = zip((9, 120, 9, 9), layers, strict=True)
         updated = replace(
             workload,
-            layers=tuple(msgspec.structs.replace(x, update_bytes=n) for n, x in needs),
+            layers=tuple(msgspec.structs.replace(x, update_bytes=n) for n, x in bytes_by_layer),
             step=msgspec.structs.replace(step, update_bytes_per_byte=0.5),
         )
         assert updated.update_bytes(range(2)) == static - 13 + 120 + 180 // 2

@@ -19,7 +19,7 @@ from tests.support.training_cases import Case, Classifier, differences_in, no_di
 
 
 class ScaledSamples(Samples):
-    """A data set whose samples user code scales."""
+    """A data set whose samples depend on attributes that user code changes."""
 
     scale = 1.0
 
@@ -60,7 +60,7 @@ class CountsSteps(LightningDataModule):
 
 
 class ChangesSettings(Classifier):
-    """A model that changes all these settings by the loss, after the module's call."""
+    """A model that changes all these settings by amounts that depend on the loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
