@@ -1,4 +1,4 @@
-"""Bytes that no real client sends, and functions that send them."""
+"""Bytes that no real client sends, functions that send them, and the memory of the receiver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import msgspec
 from lightning_dlres.core.wire.endpoint import pack
 
 SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
-NULL = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+# Greeting of a client that asks for ZMTP's mechanism NULL, which has no keys.
+NULL_GREETING = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 BANNERS = {
     "five bytes": b"\x01\x00\x01\x00x",
     "redis": b"*1\r\n$4\r\nPING\r\n",
@@ -58,6 +59,7 @@ def is_closed(raw: socket.socket) -> bool:
 def frame(data: bytes, more: bool = False, claimed: int | None = None) -> bytes:
     """Return a ZMTP 3 frame; `claimed` is a false length for its header."""
     length = len(data) if claimed is None else claimed
+    # Flags of ZMTP 3: 2 for a length of 8 bytes, 1 if more frames of the message follow.
     return bytes([2 | more]) + struct.pack(">Q", length) + data
 
 
@@ -68,7 +70,7 @@ def greeting(name: bytes = b"") -> bytes:
         for key, value in ((b"Socket-Type", b"DEALER"), (b"Identity", name))
     )
     ready = b"\x05READY" + properties
-    return NULL + b"\x06" + struct.pack(">Q", len(ready)) + ready
+    return NULL_GREETING + b"\x06" + struct.pack(">Q", len(ready)) + ready
 
 
 def greet(raw: socket.socket, name: bytes = b"") -> None:

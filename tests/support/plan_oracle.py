@@ -16,18 +16,12 @@ from hypothesis import strategies as st
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload, layer_ranges
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate, step_seconds
-from lightning_dlres.pipeline.plan.search.device_orders import (
-    SearchResult,
-    search_plan,
-)
+from lightning_dlres.pipeline.plan.search.device_orders import SearchResult, search_plan
 from lightning_dlres.pipeline.plan.search.grouping import group_into_slots, replicas_of
-from tests.support.pipeline_profiles import (
-    SCHEDULES,
-    limited,
-)
+from tests.support.pipeline_profiles import SCHEDULES, limited
 
 # Relative gap that the search may leave to the optimum.
-OPTIMAL = 1e-3
+OPTIMALITY_GAP = 1e-3
 schedules = st.sampled_from(SCHEDULES)
 exhaustive = settings(
     derandomize=True,
@@ -50,7 +44,7 @@ def splits(workload: Workload) -> Iterator[tuple[int, ...]]:
 
 
 def choices(workload: Workload, layers: range) -> Iterator[tuple[int, ...]]:
-    """Yield the sets of layers that a stage may recompute in any memory, small ones first."""
+    """Yield all sets of layers that a stage may recompute, small ones first; memory is ignored."""
     if workload.recompute == "always":
         return iter([tuple(layers)])
     most = 0 if workload.recompute == "never" else len(layers)
@@ -134,5 +128,5 @@ def check_optimal(workload: Workload, stages: int) -> None:
         return
     result = search_plan(workload, stages)
     check_sound(result)
-    assert result.seconds <= optimum * (1 + OPTIMAL)
+    assert result.seconds <= optimum * (1 + OPTIMALITY_GAP)
     assert result.seconds >= optimum * (1 - 1e-9)

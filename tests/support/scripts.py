@@ -17,7 +17,8 @@ from pathlib import Path
 # In the environment of a script and so of all that it starts, orphans and new sessions included.
 MARK = "DLRES_TEST_SCRIPT"
 LINE_POLL_SECONDS = 0.05
-# For one script: only a hang takes so long on a loaded machine, and a test may take 300 s.
+# Deadline of one script. Longer than any script takes on a loaded machine, and below the 300 s of a
+# test, so that a hang ends with the script's stacks.
 SCRIPT_SECONDS = 240.0
 
 
@@ -106,7 +107,7 @@ class ScriptHandle:
         return sorted(family & parents.keys() - {self.pid})
 
     def wait_for_no_children(self, timeout: float = SCRIPT_SECONDS) -> None:
-        """Wait until every descendant has ended, for tests of who outlives whom."""
+        """Wait until every descendant has ended."""
         deadline = time.monotonic() + timeout
         while children := self.children():
             _wait_for_exit(children, deadline)

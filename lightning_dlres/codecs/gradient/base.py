@@ -19,9 +19,9 @@ from lightning_dlres.codecs.raw import decode_target
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.kernels import zvc
 
-# Tensors that a codec remembers of one gradient between steps, by name.
+# Tensors that the caller of a codec keeps for one gradient between steps, by name.
 State = dict[str, Tensor]
-# Name of the error that later steps send.
+# Name in a state of what was not sent yet.
 RESIDUAL = "residual"
 
 
@@ -108,6 +108,7 @@ class GradientCodec(Codec):
         return self
 
     def runs_on_gpus(self) -> bool:
+        # All kernels need the same compiler, so ask those of zero-value compression.
         return zvc.runs_on_gpus() or not self.uses_kernels
 
     def bound(self, tensor: Tensor) -> int:
@@ -162,7 +163,7 @@ def gradient_codec_names() -> list[str]:
 
 
 def gradient_codec(name: str) -> GradientCodec:
-    """Return the registered codec of a name of `gradient_codec_names`, with default options."""
+    """Return the codec of a name from `gradient_codec_names`, with default options."""
     codec = registry.codec(name)
     assert isinstance(codec, GradientCodec)
     return codec

@@ -42,7 +42,7 @@ class DGC(sparse.SparseCodec):
 
     name = "dgc"
     suits_adam = False
-    # To clip, it adds up the squares in the order of a CPU.
+    # Clipping needs a sum of squares with the same bits on a GPU as on a CPU.
     uses_kernels = True
 
     def __init__(
@@ -78,8 +78,9 @@ class DGC(sparse.SparseCodec):
     @override
     def new_state(self, count: int, device: torch.device, *, is_aggregator: bool = False) -> State:
         state = super().new_state(count, device, is_aggregator=is_aggregator)
-        # The sum of all ranks has no momentum, and is not clipped.
-        if not is_aggregator and (self.momentum or self.clip is not None):
+        # The sum of all ranks has no momentum, and is not clipped: only the state of a rank's own
+        # gradient has this entry.
+        if not is_aggregator and self.transforms_gradient:
             state[_MOMENTUM] = torch.zeros(count, device=device)
         return state
 

@@ -1,4 +1,4 @@
-"""Trial of the coordinator at the start: it stays only if steps with it are shorter."""
+"""Trial of the coordinator at the start: it is used only if steps with it are shorter."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_dlres.gradsync.plan.measured_steps import choose_coordinator
 from lightning_dlres.gradsync.plan.plan import SyncPlan
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 
-# Ways of coordination that are tried. "always" sends more messages than "replay", and has the same
-# order of payloads, so it is never shorter.
+# Values of `coordinator` that are tried. "always" sends more messages than "replay", in the same
+# order of payloads, so it is never faster.
 _TRIED = ("none", "replay")
-# Steps before those that count: connections are made, and the plan is learnt.
+# Steps that are not measured, in which connections are made and the plan is learnt; measured steps.
 _WARM_UP_STEPS, _STEPS = 2, 4
 
 
@@ -31,9 +31,9 @@ def tried_coordinator(
     timeout: float,
     check: Callable[[], None],
 ) -> str:
-    """Return the way of coordination with the shorter step; called by all ranks together.
+    """Return the value of `coordinator` with the shorter step; called by all ranks together.
 
-    Two ranks cannot collide, so nothing is tried with them.
+    Messages of two ranks cannot collide, so two ranks need no trial and no coordinator.
 
     Args:
         plan: Plan to try.
@@ -55,8 +55,7 @@ def tried_coordinator(
                 plan, codecs, CodecStates(), coordinator=coordinator, replay_from=_WARM_UP_STEPS
             )
             own = _step_seconds(session, plan, device)
-            # The slowest rank's median counts. Sharing it is also the ranks' meeting before the
-            # end.
+            # The slowest rank's median counts. Gathering it is also the barrier before `close`.
             slowest = ProbeMessages(session.mailbox).slowest([statistics.median(own)])
         seconds[coordinator] = slowest
         session.close(orderly=True)

@@ -87,7 +87,8 @@ class GradientSyncState:
             "auto" for the one with the shorter predicted step.
         coordinator: "always" asks a coordinator on rank 0 when to send each payload; "replay"
             learns its plan in a step and repeats it; "none" sends payloads as soon as they are
-            ready. "auto" tries both at the start, and takes "replay" if it gains more than 2 %.
+            ready. "auto" tries "replay" and "none" at the start, and takes "replay" if it gains
+            more than 2 %.
         min_bytes: Gradients with fewer bytes are not compressed.
         timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
         optimizers: Optimizers that get the gradients. "auto" takes only codecs that suit them; None
@@ -126,8 +127,8 @@ class GradientSyncState:
         tracer: Tracer | None = None,
     ) -> None:
         self._codecs = gradient_codecs(algorithm, codec_options, (AUTO, NONE, RAW))
-        # The algorithm, and the one that "auto" chose in the run whose checkpoint is continued.
-        self._algorithm = self._continued = algorithm
+        # The argument, and what "auto" chose in the run whose checkpoint this one continues.
+        self._algorithm = self._resumed_algorithm = algorithm
         self._topology = one_of("topology", topology, (AUTO, *TOPOLOGIES), "topology='ps'")
         self._coordinator = one_of("coordinator", coordinator, _COORDINATORS, "coordinator='none'")
         if any(codec.transforms_gradient for codec in self._codecs.values()):
@@ -178,7 +179,7 @@ class GradientSyncState:
     @property
     def algorithm(self) -> str:
         """The algorithm; that of the cost model's decision once there is one."""
-        return self._continued if self.decision is None else self.decision.algorithm
+        return self._resumed_algorithm if self.decision is None else self.decision.algorithm
 
     @property
     def suits_adam(self) -> bool:
@@ -220,7 +221,7 @@ class GradientSyncState:
             self._is_learning = False
         buffer = bucket.buffer()
         if buffer.is_sparse:
-            # A bucket of its own, as only embeddings have.
+            # A sparse gradient has a bucket of its own. Codecs need dense gradients.
             return all_reduce_mean(buffer)
         if is_learning:
             self._learn(bucket)
@@ -242,7 +243,7 @@ class GradientSyncState:
         return future
 
     def undo_step(self) -> None:
-        """Give the codecs' states the values of before the last step, which an optimizer skipped.
+        """Restore the codecs' states from before the last step, which an optimizer skipped.
 
         Raises:
             ConfigError: If the state was made without `keeps_previous`.
@@ -300,8 +301,8 @@ class GradientSyncState:
         is_orderly = False
         try:
             if session is not None and control is not None and self._failure is None:
-                # The last messages of other ranks may still need the coordinator, or pass this
-                # rank.
+                # Other ranks may not have finished: their last messages may need the coordinator
+                # or go through this rank.
                 all_ranks_agree(True, control, self._timeout, self._check)
                 is_orderly = True
         finally:
@@ -395,7 +396,7 @@ class GradientSyncState:
         plan = saved_plan(self._saved, self._specs, self._codecs, topologies, dist.get_world_size())
         if plan is not None:
             # A new measurement might lead to another plan, and the run would not continue exactly.
-            self._continued = self._saved[0]["algorithm"]
+            self._resumed_algorithm = self._saved[0]["algorithm"]
             return plan
         self.decision = plan_synchronisation(
             self._specs,

@@ -123,7 +123,7 @@ class SyncExecutor:
                 (self._transfer, "dlres-sync-transfer"),
             )
         ]
-        # Ranks and channels that learn of a failure here.
+        # Ranks and channels to which a failure of this rank is announced.
         self._announced = [(peer, Channel.GRADIENT_SYNC) for peer in destinations]
         self._transmitter: Transmitter = DirectTransmitter()
         if coordinator is not None:
@@ -178,7 +178,7 @@ class SyncExecutor:
             groups = {id(group): group for group in self._groups.values()}
             self._groups.clear()
             self._steps.clear()
-        # Before callers know: they may close the mailbox.
+        # Announce before the callbacks, because a callback may close the mailbox.
         self._announce(error)
         for group in groups.values():
             group.on_done(error)

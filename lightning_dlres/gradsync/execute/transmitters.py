@@ -78,7 +78,7 @@ class WaitingSends:
         self._now = now
         self._bytes: dict[int, int] = {}
         # Time from which a payload to a rank need not wait.
-        self._free: dict[int, float] = defaultdict(lambda: -math.inf)
+        self._due_times: dict[int, float] = defaultdict(lambda: -math.inf)
 
     def add(self, send: ReadySend) -> None:
         """Add a payload."""
@@ -90,7 +90,7 @@ class WaitingSends:
         """Return True if the payloads must not wait any longer."""
         now = self._now()
         return any(
-            nbytes >= WAITING_BYTES or now >= self._free[destination]
+            nbytes >= WAITING_BYTES or now >= self._due_times[destination]
             for destination, nbytes in self._bytes.items()
         )
 
@@ -98,7 +98,7 @@ class WaitingSends:
         """Remove and return all payloads."""
         until = self._now() + FOLLOWING_SECONDS
         for destination in self._bytes:
-            self._free[destination] = until
+            self._due_times[destination] = until
         items, self.items = self.items, []
         self._bytes.clear()
         return items

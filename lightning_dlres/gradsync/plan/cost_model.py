@@ -38,8 +38,8 @@ AUTO_CODECS = ("fp16", "bf16", "int8")
 # Numbers of pieces per rank that are tried; None cuts no gradient. More pieces overlap better, but
 # take more fixed time.
 _PIECES_PER_RANK = (None, 1, 2, 3, 4, 6, 8, 16)
-# Sizes of gradients that are tried as the smallest one to be compressed, at most.
-_MOST_SIZES = 12
+# Largest number of thresholds that are tried: sizes from which on gradients are compressed.
+_MOST_THRESHOLDS = 12
 
 
 def auto_codecs(
@@ -80,7 +80,7 @@ def decide(
 
     Args:
         gradients: The gradients, in the order of the model.
-        costs: Measured costs of all algorithms but torch's all-reduce, and of it.
+        costs: Measured costs of all algorithms.
         codecs: Codecs by name.
         algorithms: Algorithms among which to choose: names of codecs, "raw", and "none" for torch's
             all-reduce. None: all of them.
@@ -90,7 +90,7 @@ def decide(
         bucket_bytes: Bytes of a bucket of gradients.
         margin: Part of the step that a lossy algorithm must gain.
         least_bytes: Gradients with fewer bytes are not compressed.
-        is_coordinated: True if a coordinator lets one rank send to another at a time.
+        is_coordinated: True if a coordinator plans the messages; see `StepPredictor`.
 
     Raises:
         ConfigError: If there is no algorithm or topology, or one without costs.
@@ -124,17 +124,17 @@ def decide(
             if candidate is None:
                 continue
             contenders.append(candidate[0])
-            if algorithm not in best or _step(candidate) < _step(best[algorithm]):
+            if algorithm not in best or _step_seconds(candidate) < _step_seconds(best[algorithm]):
                 best[algorithm] = candidate
     if not best:
         # No gradient is large enough for the only algorithm.
         raw = [(search.best(RAW, topology), topology) for topology in topologies]
-        best[RAW] = min((c for c, _ in raw if c is not None), key=_step)
+        best[RAW] = min((c for c, _ in raw if c is not None), key=_step_seconds)
         contenders.append(best[RAW][0])
     # The algorithms are in the order of their precision.
     winner = next(iter(best.values()))
     for candidate in best.values():
-        if _step(candidate) < _step(winner) * (1 - margin):
+        if _step_seconds(candidate) < _step_seconds(winner) * (1 - margin):
             winner = candidate
     return _decision(gradients, winner, contenders, costs)
 
@@ -182,7 +182,7 @@ class _Search:
     def best(self, algorithm: str, topology: str) -> tuple[Contender, _Layout | None] | None:
         """Return the best plan; None if the algorithm compresses no gradient."""
         if algorithm == ALL_REDUCE:
-            prediction = self._predictor.all_reduce(sum(self._sizes))
+            prediction = self._predictor.predict_all_reduce(sum(self._sizes))
             return self._contender(algorithm, topology, None, 0, prediction), None
         best: tuple[Contender, _Layout] | None = None
         for layout in self._layouts_of(algorithm, topology):
@@ -192,8 +192,10 @@ class _Search:
                 if algorithm != RAW:
                     is_compressed = layout.gradient_counts >= least
                     table = raw.where(is_compressed, self._table(algorithm, layout))
-                prediction = self._predictor.units(topology, layout.counts, layout.owners, table)
-                if best is None or prediction.step_seconds < _step(best):
+                prediction = self._predictor.predict_units(
+                    topology, layout.counts, layout.owners, table
+                )
+                if best is None or prediction.step_seconds < _step_seconds(best):
                     contender = self._contender(algorithm, topology, layout, least, prediction)
                     best = contender, layout
         return best
@@ -213,7 +215,7 @@ class _Search:
         if pieces_per_rank is None:
             return (1,) * len(self._sizes)
         total = sum(self._sizes)
-        # Rounded up, so that a single gradient has no partition more than pieces.
+        # Rounded up, so that a single gradient has no more partitions than there are pieces.
         piece = max(-(-total // (pieces_per_rank * self._predictor.world_size)), BLOCK)
         return tuple(len(cut(count, max(-(-count // piece), 1), BLOCK)) for count in self._sizes)
 
@@ -263,10 +265,10 @@ class _Search:
 def _thresholds(sizes: Sequence[int], least: int) -> list[int]:
     """Return sizes of gradients, spread over all sizes of at least `least`, largest first."""
     distinct = sorted({size for size in sizes if size >= max(least, 1)}, reverse=True)
-    if len(distinct) <= _MOST_SIZES:
+    if len(distinct) <= _MOST_THRESHOLDS:
         return distinct
     last = len(distinct) - 1
-    return [distinct[last * index // (_MOST_SIZES - 1)] for index in range(_MOST_SIZES)]
+    return [distinct[last * index // (_MOST_THRESHOLDS - 1)] for index in range(_MOST_THRESHOLDS)]
 
 
 def _precision(algorithm: str, codecs: Mapping[str, GradientCodec]) -> tuple[int, float, str]:
@@ -276,7 +278,7 @@ def _precision(algorithm: str, codecs: Mapping[str, GradientCodec]) -> tuple[int
     return 2, -codecs[algorithm].payload_bytes(BLOCK), algorithm
 
 
-def _step(candidate: tuple[Contender, _Layout | None]) -> float:
+def _step_seconds(candidate: tuple[Contender, _Layout | None]) -> float:
     return candidate[0].prediction.step_seconds
 
 

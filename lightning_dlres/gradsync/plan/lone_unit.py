@@ -9,7 +9,7 @@ from lightning_dlres.gradsync.plan.graph import SyncTask, TaskKind, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitSeconds:
+class UnitCosts:
     """Costs of the tasks of one unit.
 
     Attributes:
@@ -27,7 +27,7 @@ class UnitSeconds:
     nbytes: float
 
 
-def lone_unit_seconds(topology: Topology, owner: int, unit: UnitSeconds, links: LinkCosts) -> float:
+def lone_unit_seconds(topology: Topology, owner: int, unit: UnitCosts, links: LinkCosts) -> float:
     """Return the seconds until all ranks have decoded the unit.
 
     A message occupies one direction of two links at a time, and moves at the speed of the slower
@@ -45,7 +45,7 @@ def lone_unit_seconds(topology: Topology, owner: int, unit: UnitSeconds, links: 
 class _LoneUnit:
     """The tasks of all ranks. Each is scheduled as soon as its predecessors are done."""
 
-    def __init__(self, topology: Topology, owner: int, unit: UnitSeconds, links: LinkCosts) -> None:
+    def __init__(self, topology: Topology, owner: int, unit: UnitCosts, links: LinkCosts) -> None:
         ranks = len(links.bandwidths)
         # Payloads travel in the order of the ring, so one pass schedules most of the tasks.
         self._graphs = {

@@ -1,8 +1,9 @@
 """Predicted time of a step, from measured costs and the task graphs that the executor runs.
 
 On each rank, the queue of compute tasks and both directions of the link work at the same time. The
-busiest of them bounds the step. To its load comes the time in which it has to wait: its first task
-needs the result of others, and others go on after its last one.
+busiest of them bounds the step. Its load alone is too short: it also waits for the tasks before its
+first one, and the step ends only after the tasks that follow its last one. The prediction adds the
+time of these tasks, for one unit.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.gradsync.plan.costs import LinearCost, SyncCosts
 from lightning_dlres.gradsync.plan.graph import TaskKind, topology
-from lightning_dlres.gradsync.plan.lone_unit import UnitSeconds, lone_unit_seconds
+from lightning_dlres.gradsync.plan.lone_unit import UnitCosts, lone_unit_seconds
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 
 # Bytes of a bucket of DistributedDataParallel, by default.
@@ -34,8 +35,8 @@ class StepPrediction:
     Attributes:
         compute_seconds: Compute tasks of the rank that has most of them.
         transfer_seconds: Transfers of the busiest direction of a link.
-        sync_seconds: Synchronisation of gradients that are all ready at once: the longer of both,
-            and the time for which its queue or link waits.
+        sync_seconds: Synchronisation of gradients that are all ready at once: the load of the
+            busiest queue or link, plus the time for which it waits.
         step_seconds: Backward and synchronisation, as far as they do not overlap.
         link_bytes: Bytes that pass the busiest direction of a link.
     """
@@ -104,8 +105,15 @@ class _TaskCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class _Loads:
-    """Loads of the busiest rank or link: seconds of compute tasks, of transfers, and of the longer
-    of a rank's process and a link; and bytes that pass a link."""
+    """Largest loads of all ranks.
+
+    Attributes:
+        compute: Seconds of compute tasks.
+        transfer: Seconds of one direction of a link.
+        busiest: Seconds of a rank's process, which computes and handles messages, or of one
+            direction of a link: the longer of both.
+        link_bytes: Bytes that pass one direction of a link.
+    """
 
     compute: float
     transfer: float
@@ -123,7 +131,8 @@ class StepPredictor:
         backward_seconds: Time of backward, with which synchronisation overlaps. 0: all gradients
             are ready at once.
         bucket_bytes: Bytes of a bucket of gradients. The last bucket is ready when backward ends.
-        is_coordinated: True if a coordinator lets one rank send to another at a time.
+        is_coordinated: True if a coordinator lets each rank send to only one rank at a time, and
+            receive from only one.
     """
 
     def __init__(
@@ -141,10 +150,10 @@ class StepPredictor:
         self._backward, self._bucket_bytes = backward_seconds, bucket_bytes
         self._bandwidths = np.array(costs.links.bandwidths)
         self._is_coordinated = is_coordinated
-        # By topology, owner and costs of a unit.
-        self._idle: dict[tuple[str, int, UnitSeconds], float] = {}
+        # Seconds of `_idle_seconds` by topology, owner and costs of a unit.
+        self._idle: dict[tuple[str, int, UnitCosts], float] = {}
 
-    def all_reduce(self, count: int) -> StepPrediction:
+    def predict_all_reduce(self, count: int) -> StepPrediction:
         """Return the prediction for torch's all-reduce of `count` elements, bucket by bucket."""
         nbytes = count * self._element_bytes
         buckets = max(-(-nbytes // self._bucket_bytes), 1)
@@ -160,7 +169,7 @@ class StepPredictor:
             link_bytes=link_bytes,
         )
 
-    def plan(self, plan: SyncPlan) -> StepPrediction:
+    def predict_plan(self, plan: SyncPlan) -> StepPrediction:
         """Return the prediction for a plan."""
         counts = np.array([unit.count for unit in plan.units], dtype=np.int64)
         owners = np.array([unit.owner for unit in plan.units], dtype=np.int64)
@@ -168,7 +177,7 @@ class StepPredictor:
         table = self.table(RAW, counts)
         for name in set(codecs.tolist()) - {RAW}:
             table = table.where(codecs == name, self.table(name, counts))
-        return self.units(plan.topology, counts, owners, table)
+        return self.predict_units(plan.topology, counts, owners, table)
 
     def table(self, codec: str, counts: Integers) -> UnitTable:
         """Return the costs of units of these numbers of elements, all with one codec."""
@@ -191,7 +200,7 @@ class StepPredictor:
             nbytes=nbytes.astype(np.float64)[positions],
         )
 
-    def units(
+    def predict_units(
         self, topology_name: str, counts: Integers, owners: Integers, table: UnitTable
     ) -> StepPrediction:
         """Return the prediction for units.
@@ -213,7 +222,8 @@ class StepPredictor:
             )
         loads = self._loads(topology_name, owners, table)
         busiest = loads.busiest
-        # A queue or link waits for the first tasks of some unit, and others do its last tasks.
+        # The unit for which the busiest queue or link waits longest is most likely the one with the
+        # largest payload, or the one with the longest encoding.
         idle = max(
             self._idle_seconds(topology_name, owners, table, unit)
             for unit in {int(table.nbytes.argmax()), int(table.encode.argmax())}
@@ -267,7 +277,7 @@ class StepPredictor:
         List scheduling takes at most the busiest load and the critical path (Graham, 1969). With a
         single unit, their sum without the unit's own load is its critical path.
         """
-        seconds = UnitSeconds(
+        seconds = UnitCosts(
             encode=float(table.encode[unit]),
             merge=float(table.merge[unit]),
             own_merge=float(table.own_merge[unit]),
@@ -282,7 +292,7 @@ class StepPredictor:
         return self._idle[key]
 
     def _overlapped(self, sync_seconds: float, nbytes: int) -> float:
-        """Return the time of backward and synchronisation, which overlap but for one bucket."""
+        """Return the time of backward and synchronisation; the last bucket does not overlap."""
         last = min(self._bucket_bytes / nbytes, 1.0) if nbytes else 1.0
         return max(self._backward, sync_seconds * (1 - last)) + sync_seconds * last
 

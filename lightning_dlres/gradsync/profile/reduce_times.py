@@ -1,4 +1,4 @@
-"""Time of torch's own all-reduce, the peer of our synchronisation."""
+"""Time of torch's own all-reduce, the alternative to our synchronisation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 
 # Bytes of the small all-reduce, and of the first large one.
 _SMALL_BYTES, _FIRST_BYTES = 4 << 10, 256 << 10
-# Seconds of an all-reduce from which its time says enough about its speed.
+# An all-reduce of this many seconds is large enough to measure the bandwidth.
 _ENOUGH_SECONDS = 0.05
-# Times of each size: no fewer, and no more, even if there is time left.
-_LEAST_TIMES, _MOST_TIMES = 2, 6
+# Least and most measurements of each size.
+_LEAST_REPEATS, _MOST_REPEATS = 2, 6
 
 
 def measure_all_reduce(
@@ -44,13 +44,13 @@ def measure_all_reduce(
 
 
 def _seconds(messages: ProbeMessages, device: torch.device, nbytes: int, budget: float) -> float:
-    """Return the shortest time of the slowest rank.
+    """Return the shortest time of an all-reduce, each timed by its slowest rank.
 
-    A step that other processes have slowed down must not make our own synchronisation look faster.
+    A mean would include pauses by other processes, and make our synchronisation look faster.
     """
     buffer = torch.zeros(nbytes // 4, device=device)
     seconds: list[float] = []
-    while len(seconds) < _LEAST_TIMES or (len(seconds) < _MOST_TIMES and sum(seconds) < budget):
+    while len(seconds) < _LEAST_REPEATS or (len(seconds) < _MOST_REPEATS and sum(seconds) < budget):
         seconds.append(_once(messages, buffer))
     return min(seconds)
 

@@ -89,13 +89,13 @@ class RankStep:
         return sum(int(s.args.get(argument) or 0) for s in self.tasks if s.name == name)
 
 
-def rank_steps(spans: Iterable[Span], *, is_cut: bool = False) -> list[RankStep]:
+def rank_steps(spans: Iterable[Span], *, is_truncated: bool = False) -> list[RankStep]:
     """Return the steps of one rank, in order.
 
     Args:
         spans: Spans of the rank.
-        is_cut: True if older spans were dropped. The first step is then left out, because spans of
-            it may be missing.
+        is_truncated: True if older spans were dropped. The first step is then left out, because
+            spans of it may be missing.
     """
     spans = list(spans)
     waits = sorted((s for s in spans if s.name == WAIT), key=lambda s: s.end_ns)
@@ -103,11 +103,12 @@ def rank_steps(spans: Iterable[Span], *, is_cut: bool = False) -> list[RankStep]
     ends = [wait.end_ns for wait in waits]
     tasks: list[list[Span]] = [[] for _ in waits]
     for span in sorted(filter(_is_task, spans), key=lambda s: s.start_ns):
-        # Tasks run between two ends of synchronisation. Only messages of a rank that is ahead
-        # arrive before this rank has ended the step before; they have the number of their step.
+        # A task belongs to the step whose synchronisation ends next. Only a message from a rank
+        # that is ahead can belong to the step after it; its span has the number of its step.
         index = bisect_right(ends, span.start_ns)
         if span.name == "receive" and index < len(waits):
-            index += span.args.get("step") not in (None, waits[index].args.get("step"))
+            is_ahead = span.args.get("step") not in (None, waits[index].args.get("step"))
+            index += 1 if is_ahead else 0
         if index < len(waits):
             tasks[index].append(span)
     steps = [
@@ -121,7 +122,7 @@ def rank_steps(spans: Iterable[Span], *, is_cut: bool = False) -> list[RankStep]
         )
         for wait, own in zip(waits, tasks, strict=True)
     ]
-    return steps[1:] if is_cut else steps
+    return steps[1:] if is_truncated else steps
 
 
 def metrics(steps: Sequence[RankStep]) -> dict[str, float]:

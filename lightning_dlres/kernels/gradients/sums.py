@@ -43,11 +43,10 @@ def moments(values: Tensor, pivot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         run(
             sums_cpu.moments,
             count,
-            1,
+            bits=1,  # Unused: the kernel has no codes.
             elements=[float_array(values)],
             per_block=[float_array(largest), double_array(sums)],
             options=[float(pivot)],
         )
         sums_cpu.totals(double_array(sums), double_array(result))
-    top = largest.amax()
-    return top, result[0], result[1]
+    return largest.amax(), result[0], result[1]

@@ -16,7 +16,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def _tree_sum(lanes: Any) -> Any:
-    """Return the sum of a power of two of numbers, which it overwrites.
+    """Return the sum of lanes, whose number is a power of two; overwrite them.
 
     The second half is added to the first one until one number is left.
     """
@@ -59,11 +59,11 @@ def moments(values: Any, largest: Any, sums: Any, pivot: Any) -> None:
         largest: float32[blocks(n)]: receives the largest magnitude; NaN if a value is not finite.
         sums: float64[blocks(n), 2]: receives the sums of the differences from `pivot` and of their
             squares. Values that are not finite are left out.
-        pivot: Number near the values, for which small differences lose no digits.
+        pivot: Number near the values, so that the squares of their differences lose no digits.
     """
-    tops, lanes, squares = np.empty(LANES, np.float32), np.empty(LANES), np.empty(LANES)
+    tops, differences, squares = np.empty(LANES, np.float32), np.empty(LANES), np.empty(LANES)
     for block in range(largest.size):
-        tops[:], lanes[:], squares[:] = 0, 0, 0
+        tops[:], differences[:], squares[:] = 0, 0, 0
         in_block = values[block * BLOCK : block * BLOCK + BLOCK]
         for first in range(0, in_block.size, LANES):
             part = in_block[first : min(first + LANES, in_block.size)]
@@ -75,8 +75,8 @@ def moments(values: Any, largest: Any, sums: Any, pivot: Any) -> None:
                 tops[i] = magnitude if magnitude > tops[i] else tops[i]
                 difference = float64(part[i]) - float64(pivot)
                 difference = difference if is_finite else float64(0)
-                lanes[i] += difference
+                differences[i] += difference
                 squares[i] += difference * difference
         top = tops.max()
         largest[block] = top if top <= _LARGEST else np.float32(np.nan)
-        sums[block, 0], sums[block, 1] = tree_sum(lanes), tree_sum(squares)
+        sums[block, 0], sums[block, 1] = tree_sum(differences), tree_sum(squares)

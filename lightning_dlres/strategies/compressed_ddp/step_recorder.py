@@ -85,8 +85,8 @@ class StepRecorder:
         spans = self._tracer.spans()
         # Newest first. Messages of other ranks may have come before the last logged step ended.
         recent = takewhile(lambda span: span.end_ns > since_ns, reversed(spans))
-        is_cut = self._tracer.dropped > 0 and spans[0].end_ns > since_ns
-        steps = [s for s in rank_steps(recent, is_cut=is_cut) if s.end_ns > logged_ns]
+        is_truncated = self._tracer.dropped > 0 and spans[0].end_ns > since_ns
+        steps = [s for s in rank_steps(recent, is_truncated=is_truncated) if s.end_ns > logged_ns]
         if not steps:
             return
         figures = {_PREFIX + name: value for name, value in metrics(steps).items()}

@@ -13,15 +13,20 @@ from lightning_dlres.core.host.lightweight_process import lightweight_command
 def test_the_process_imports_modules_from_the_same_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known, here = tmp_path / "known", tmp_path / "here"
-    for directory, words in ((known, "known"), (here, "planted")):
+    # The working folder is not a path of this process, so its module of the same name is not run.
+    importable, working = tmp_path / "importable", tmp_path / "working"
+    for directory in (importable, working):
         directory.mkdir()
-        (directory / "dlres_twin.py").write_text(f"def main(): print({words!r})")
-    monkeypatch.syspath_prepend(known)
+        (directory / "dlres_twin.py").write_text(f"def main(): print({directory.name!r})")
+    monkeypatch.syspath_prepend(importable)
     done = subprocess.run(
-        lightweight_command("dlres_twin:main"), cwd=here, capture_output=True, text=True, timeout=60
+        lightweight_command("dlres_twin:main"),
+        cwd=working,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "known\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "importable\n", "")
 
 
 def test_the_process_gets_its_arguments_and_does_not_import_torch(

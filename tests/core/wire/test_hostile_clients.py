@@ -18,7 +18,14 @@ from lightning_dlres.core.wire.endpoint import Client, pack
 from lightning_dlres.core.wire.outbox import Outbox, SendPatience
 from lightning_dlres.core.wire.refused_messages import Refusals
 from lightning_dlres.core.wire.server import Server, SocketLimits
-from tests.support.hostile_clients import BANNERS, NULL, connect_raw, frame, greet, is_closed
+from tests.support.hostile_clients import (
+    BANNERS,
+    NULL_GREETING,
+    connect_raw,
+    frame,
+    greet,
+    is_closed,
+)
 from tests.support.waiting import wait_until
 
 SECONDS = 20.0
@@ -86,7 +93,7 @@ def test_a_frame_that_claims_too_many_bytes_closes_its_connection(
     if greeted:
         greet(raw)
     else:
-        raw.sendall(NULL)
+        raw.sendall(NULL_GREETING)
     raw.sendall(frame(b"beginning", claimed=1 << 30))
     raw.settimeout(0.05)
     serve_until(server, lambda: is_closed(raw), "the server closes it")

@@ -37,6 +37,7 @@ def send(destination: int, nbytes: int) -> ReadySend:
         options=StepOptions(step=0, rank=3, world_size=4),
         states=CodecStates(),
     )
+    # The second task of a rank that is not the owner sends its gradient.
     return ReadySend(run, 1)
 
 

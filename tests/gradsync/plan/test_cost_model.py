@@ -53,7 +53,7 @@ def test_a_slow_link_is_worth_compression() -> None:
     # Links of 200 Mbit/s carry 25.2 MB with 32 bits, against 2 or fewer.
     assert all_reduce.prediction.step_seconds > 7 * decision.prediction.step_seconds
     # The chosen plan has the predicted time.
-    again = StepPredictor(decision.costs, CODECS).plan(decision.plan)
+    again = StepPredictor(decision.costs, CODECS).predict_plan(decision.plan)
     assert again.step_seconds == pytest.approx(decision.prediction.step_seconds)
 
 
@@ -159,7 +159,7 @@ def test_decisions_are_near_the_best_of_all_choices(
         for partitions in (1, 2, 3, 4, 8)
     ]
     best = min(
-        predictor.plan(
+        predictor.predict_plan(
             make_plan(gradients, choices, world_size=ranks, topology=topology, alignment=4096)
         ).step_seconds
         for choices in itertools.product(options, repeat=len(gradients))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.gradsync.plan.costs import LinearCost, LinkCosts, SyncCosts
 from lightning_dlres.gradsync.plan.graph import TaskKind, topology
-from lightning_dlres.gradsync.plan.lone_unit import UnitSeconds, lone_unit_seconds
+from lightning_dlres.gradsync.plan.lone_unit import UnitCosts, lone_unit_seconds
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.prediction import StepPredictor
 from lightning_dlres.gradsync.plan.units import GradientSpec
@@ -67,7 +67,7 @@ def test_loads_are_those_of_the_graphs(
     choices = [CodecChoice(codec=codec, partitions=partitions) for _, codec in gradients]
     plan = make_plan(specs, choices, world_size=len(bandwidths), topology=name, alignment=4096)
     costs = sync_costs(bandwidths, COSTS)
-    prediction = StepPredictor(costs, CODECS).plan(plan)
+    prediction = StepPredictor(costs, CODECS).predict_plan(plan)
     compute, transfer = slow_loads(plan, costs, CODECS)
     assert prediction.compute_seconds == pytest.approx(compute)
     assert prediction.transfer_seconds == pytest.approx(transfer)
@@ -78,7 +78,7 @@ def test_loads_are_those_of_the_graphs(
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_the_critical_path_of_a_parameter_server(ranks: int) -> None:
     links = LinkCosts(message_seconds=1.0, bandwidths=(10.0,) * ranks, latency_seconds=0.5)
-    unit = UnitSeconds(encode=7.0, merge=2.0, own_merge=1.0, decode=3.0, nbytes=50.0)
+    unit = UnitCosts(encode=7.0, merge=2.0, own_merge=1.0, decode=3.0, nbytes=50.0)
     # Each message takes 6 s. The owner merges one while the next one is on its way.
     sums_sent = 7 + 6 * (ranks - 1) + 0.5 + 2 + 7
     expected = sums_sent + 6 * (ranks - 1) + 0.5 + 3
@@ -89,7 +89,7 @@ def test_the_critical_path_of_a_parameter_server(ranks: int) -> None:
 @pytest.mark.parametrize("owner", [0, 1])
 def test_the_critical_path_of_a_ring(ranks: int, owner: int) -> None:
     links = LinkCosts(message_seconds=1.0, bandwidths=(10.0,) * ranks, latency_seconds=0.5)
-    unit = UnitSeconds(encode=7.0, merge=2.0, own_merge=1.0, decode=3.0, nbytes=50.0)
+    unit = UnitCosts(encode=7.0, merge=2.0, own_merge=1.0, decode=3.0, nbytes=50.0)
     hop = 6.5
     expected = 7 + (ranks - 1) * (hop + 2 + 1 + 7) + (ranks - 1) * hop + 3
     assert lone_unit_seconds(topology("ring"), owner, unit, links) == pytest.approx(expected)
@@ -97,7 +97,7 @@ def test_the_critical_path_of_a_ring(ranks: int, owner: int) -> None:
 
 def test_a_message_moves_at_the_speed_of_the_slower_link() -> None:
     links = LinkCosts(message_seconds=0.0, bandwidths=(10.0, 1.0))
-    unit = UnitSeconds(encode=0.0, merge=0.0, own_merge=0.0, decode=0.0, nbytes=5.0)
+    unit = UnitCosts(encode=0.0, merge=0.0, own_merge=0.0, decode=0.0, nbytes=5.0)
     assert lone_unit_seconds(topology("ps"), 0, unit, links) == pytest.approx(10.0)
 
 
@@ -111,9 +111,9 @@ def plan_of(counts: list[int], ranks: int, name: str = "ps") -> SyncPlan:
 def test_few_units_take_as_long_as_their_critical_path(name: str) -> None:
     costs = sync_costs([25e6] * 4, COSTS)
     plan = plan_of([1_000_000], 4, name)
-    prediction = StepPredictor(costs, CODECS).plan(plan)
+    prediction = StepPredictor(costs, CODECS).predict_plan(plan)
     tbq = COSTS["tbq"]
-    unit = UnitSeconds(
+    unit = UnitCosts(
         encode=tbq.encode.seconds(1_000_000),
         merge=tbq.merge.seconds(1_000_000),
         own_merge=costs.codecs[RAW].merge.seconds(1_000_000),
@@ -134,7 +134,7 @@ def test_only_a_rank_with_several_senders_is_crowded(
             sync_costs([25e6] * ranks, COSTS, message_seconds=0.0, crowded_part=part),
             CODECS,
             is_coordinated=is_coordinated,
-        ).plan(plan_of([100_000] * 8, ranks, name))
+        ).predict_plan(plan_of([100_000] * 8, ranks, name))
         for part in (1.0, 0.5)
     )
     is_slower = ranks > 2 and name == "ps" and not is_coordinated
@@ -146,11 +146,13 @@ def test_only_a_rank_with_several_senders_is_crowded(
 def test_backward_hides_all_but_the_last_bucket() -> None:
     costs = sync_costs([25e6] * 4, COSTS)
     plan = plan_of([100_000] * 100, 4)
-    alone = StepPredictor(costs, CODECS).plan(plan).sync_seconds
+    alone = StepPredictor(costs, CODECS).predict_plan(plan).sync_seconds
     # 40 MB of gradients: the last bucket has a tenth of them.
     bucket = 4_000_000
     short, long = (
-        StepPredictor(costs, CODECS, backward_seconds=seconds, bucket_bytes=bucket).plan(plan)
+        StepPredictor(costs, CODECS, backward_seconds=seconds, bucket_bytes=bucket).predict_plan(
+            plan
+        )
         for seconds in (alone / 100, 50 * alone)
     )
     assert short.sync_seconds == long.sync_seconds == alone
@@ -163,7 +165,7 @@ def test_all_reduce_takes_its_fixed_time_for_each_bucket() -> None:
     predictor = StepPredictor(
         sync_costs([1e6, 1e6], all_reduce=cost), {}, element_bytes=2, bucket_bytes=1_000_000
     )
-    prediction = predictor.all_reduce(1_200_000)
+    prediction = predictor.predict_all_reduce(1_200_000)
     assert prediction.step_seconds == pytest.approx(3 * 0.01 + 2_400_000 * 1e-8)
     assert prediction.link_bytes == pytest.approx(2_400_000)
 
@@ -175,5 +177,5 @@ def test_one_rank_and_no_gradients_take_no_transfer() -> None:
         all_reduce=FREE,
     )
     predictor = StepPredictor(costs, CODECS)
-    assert predictor.plan(plan_of([5000], 1)).transfer_seconds == 0
-    assert predictor.plan(plan_of([], 1)).step_seconds == 0
+    assert predictor.predict_plan(plan_of([5000], 1)).transfer_seconds == 0
+    assert predictor.predict_plan(plan_of([], 1)).step_seconds == 0

@@ -52,8 +52,8 @@ def test_accumulated_backwards_belong_to_the_step_that_synchronises() -> None:
 
 def test_the_first_step_is_left_out_if_older_spans_were_dropped() -> None:
     spans = run_spans(3)[0]
-    assert [step.step for step in rank_steps(spans, is_cut=True)] == [1, 2]
-    assert rank_steps([], is_cut=True) == []
+    assert [step.step for step in rank_steps(spans, is_truncated=True)] == [1, 2]
+    assert rank_steps([], is_truncated=True) == []
 
 
 def test_metrics_are_means_over_the_steps() -> None:

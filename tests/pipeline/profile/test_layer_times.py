@@ -111,13 +111,15 @@ def test_equal_layers_are_measured_once() -> None:
             runs.append(x.shape)
             return super().forward(x)
 
-    found = measure([Counted(4, 4, bias=i == 3) for i in range(4)], torch.randn(2, 4), repeats=2)
+    measurements = measure(
+        [Counted(4, 4, bias=i == 3) for i in range(4)], torch.randn(2, 4), repeats=2
+    )
     # The first layer has an input without gradient, the next two are equal, the last has a bias.
     # Each runs once for its sizes, once to warm up and twice to be timed. The two equal layers are
     # measured on two copies: chained in one run (a warm-up round and two timed rounds), then each
     # on its own (a warm-up round and one timed round).
     assert len(runs) == 2 * (1 + 1 + 2) + (1 + 2 * (1 + 2) + 2 * (1 + 1))
-    assert found[1] == found[2]
+    assert measurements[1] == measurements[2]
 
 
 def test_equal_layers_in_a_row_are_also_timed_as_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +132,9 @@ def test_equal_layers_in_a_row_are_also_timed_as_one_run(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(layer_times._Runner, "__init__", recording_init)
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
-    found = measure([nn.Linear(2, 4), *blocks, nn.Linear(4, 1)], torch.ones(2, 2), repeats=2)
+    measurements = measure([nn.Linear(2, 4), *blocks, nn.Linear(4, 1)], torch.ones(2, 2), repeats=2)
     assert runs.count(3) == 1
-    assert [layer.run_overhead_seconds is not None for layer in found] == [
+    assert [layer.run_overhead_seconds is not None for layer in measurements] == [
         False,
         True,
         True,

@@ -30,7 +30,7 @@ def content(slot: int, length: int) -> np.ndarray:
 
 
 class SpaceMachine(RuleBasedStateMachine):
-    """Stores, uses, releases and slices of eviction in any order, beside a dictionary."""
+    """Stores, uses, releases and steps of eviction in any order, compared with a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,6 @@ class SpaceMachine(RuleBasedStateMachine):
         self.used: list[tuple[UsedEntries, list[np.ndarray]]] = []
         # The next epoch slot of each row.
         self.next_slot = [0, 0]
-        self.stored_in_pass = 0
 
     @precondition(lambda self: self.space is None)
     @rule(capacity=st.integers(1, 3000), threshold=st.floats(0.05, 1.0))
@@ -53,7 +52,6 @@ class SpaceMachine(RuleBasedStateMachine):
         lengths = lengths[: SLOTS - first]
         data = [content(first + i, n) for i, n in enumerate(lengths)]
         slots = np.arange(first, first + len(lengths), dtype=np.uint32)
-        was_evicting = self.space.is_evicting
         before = self.space.live_bytes
         stored = self.space.store(
             row,
@@ -61,7 +59,6 @@ class SpaceMachine(RuleBasedStateMachine):
             np.array(lengths, np.int64),
             np.concatenate(data) if data else np.zeros(0, np.uint8),
         )
-        self.stored_in_pass += stored if was_evicting else 0
         if not self.used and lengths:
             # No sample in use is in the way: all free bytes can be used.
             fits = np.cumsum(lengths) <= self.space.capacity - before
@@ -82,8 +79,8 @@ class SpaceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.used)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        which = data.draw(st.integers(0, len(self.used) - 1))
-        used, _ = self.used.pop(which)
+        index = data.draw(st.integers(0, len(self.used) - 1))
+        used, _ = self.used.pop(index)
         self.space.release(used)
         with pytest.raises(KeyError):
             self.space.release(used)
@@ -96,10 +93,7 @@ class SpaceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.space is not None)
     @rule()
     def compact_fully(self) -> None:
-        pass_ends = []
-        self.space.on_move = lambda move: pass_ends.append(move is None)
         self.space.compact_fully()
-        self.space.on_move = None
         states = [int(entry["state"]) for entry in self.space.entries()]
         before_waiting = states[: states.index(WAITING)] if WAITING in states else states
         assert EVICTABLE not in before_waiting
@@ -118,11 +112,11 @@ class SpaceMachine(RuleBasedStateMachine):
         if self.space is None:
             return
         entries = self.space.entries()
-        ends = 0
+        end = 0
         for entry in entries:
-            assert entry["offset"] >= ends, "samples overlap"
-            ends = int(entry["offset"] + entry["length"])
-        assert ends <= self.space.end <= self.space.peak <= self.space.capacity
+            assert entry["offset"] >= end, "samples overlap"
+            end = int(entry["offset"] + entry["length"])
+        assert end <= self.space.end <= self.space.peak <= self.space.capacity
         assert len(entries) == self.space.num_entries
         alive = [entry for entry in entries if entry["state"] in (WAITING, IN_USE)]
         assert self.space.live_bytes == sum(int(entry["length"]) for entry in alive)

@@ -176,7 +176,7 @@ def keys_of(reader: Reader) -> list[str]:
 
 
 def linked(tmp_path: Path) -> Path:
-    """Make a folder with links that stay inside, lead round, and lead out; return its path."""
+    """Make a folder with links to files in it, folders above and files outside; return its path."""
     data, other, beside = tmp_path / "data", tmp_path / "other", tmp_path / "data-2"
     for path in (data / "cat", other, beside):
         path.mkdir(parents=True)
@@ -397,11 +397,11 @@ def test_a_read_that_hangs_is_an_error_and_delays_no_close(
 @given(st.lists(st.tuples(st.text(), st.integers(0, 2**40)), min_size=1), st.booleans(), st.data())
 @settings(max_examples=examples(50))
 def test_a_table_is_the_same_after_a_round_trip_in_parts(
-    rows: list[tuple[str, int]], summed: bool, data: st.DataObject
+    rows: list[tuple[str, int]], has_checksums: bool, data: st.DataObject
 ) -> None:
     rows = [(key.encode(errors="ignore").decode(), size) for key, size in rows]
-    sums = [size % 2**32 for _, size in rows] if summed else None
-    table = SampleTable.build([k for k, _ in rows], [s for _, s in rows], sums, packs=2)
+    checksums = [size % 2**32 for _, size in rows] if has_checksums else None
+    table = SampleTable.build([k for k, _ in rows], [s for _, s in rows], checksums, packs=2)
     cut = data.draw(st.integers(1, len(rows)))
     parts = [table.rows(0, cut)] + ([table.rows(cut, len(rows) - cut)] if cut < len(rows) else [])
     whole = SampleTable.join(
@@ -410,11 +410,11 @@ def test_a_table_is_the_same_after_a_round_trip_in_parts(
             for p in parts
         ]
     )
-    for either in (table, whole):
-        assert [either.key(n) for n in range(len(rows))] == [key for key, _ in rows]
-        assert either.sizes.tolist() == [size for _, size in rows]
-        assert (either.checksums is None) == (sums is None)
-        assert either.digest == table.digest
+    for result in (table, whole):
+        assert [result.key(n) for n in range(len(rows))] == [key for key, _ in rows]
+        assert result.sizes.tolist() == [size for _, size in rows]
+        assert (result.checksums is None) != has_checksums
+        assert result.digest == table.digest
 
 
 def test_different_tables_have_different_digests() -> None:

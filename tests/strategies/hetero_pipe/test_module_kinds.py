@@ -192,8 +192,8 @@ def test_calls_outside_of_steps_go_through_the_pipeline(pool: RankPool) -> None:
     assert pool.run(compare_calls, 2) == no_differences_in(CALLS)
 
 
-class Counted(nn.Linear):
-    """Linear layer whose initial values depend on its shape only."""
+class Ascending(nn.Linear):
+    """Linear layer whose initial weights ascend, so that they need no random numbers."""
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
@@ -213,7 +213,7 @@ class OnMeta(Classifier):
         if not hasattr(self, "net"):
             with torch.device("meta" if self.meta else "cpu"):
                 self.net = nn.Sequential(
-                    Counted(16, 12), nn.Tanh(), Counted(12, 12), nn.Tanh(), Counted(12, 5)
+                    Ascending(16, 12), nn.Tanh(), Ascending(12, 12), nn.Tanh(), Ascending(12, 5)
                 )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

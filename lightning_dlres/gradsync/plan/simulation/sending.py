@@ -52,13 +52,13 @@ class HeldTransfers:
         items: The payloads.
     """
 
-    __slots__ = ("_bytes", "_free", "items")
+    __slots__ = ("_bytes", "_due_times", "items")
 
     def __init__(self) -> None:
         self.items: list[Transfer] = []
         self._bytes: dict[int, int] = {}
         # Time from which a payload to a rank need not wait.
-        self._free: dict[int, float] = {}
+        self._due_times: dict[int, float] = {}
 
     def add(self, transfer: Transfer) -> None:
         """Add a payload."""
@@ -70,13 +70,13 @@ class HeldTransfers:
     def is_due(self, now: float) -> bool:
         """Return True if the payloads must not wait any longer."""
         return any(
-            nbytes >= WAITING_BYTES or now >= self._free.get(destination, -math.inf)
+            nbytes >= WAITING_BYTES or now >= self._due_times.get(destination, -math.inf)
             for destination, nbytes in self._bytes.items()
         )
 
     def take(self, now: float) -> list[Transfer]:
         """Remove and return all payloads."""
-        self._free.update(dict.fromkeys(self._bytes, now + FOLLOWING_SECONDS))
+        self._due_times.update(dict.fromkeys(self._bytes, now + FOLLOWING_SECONDS))
         items, self.items = self.items, []
         self._bytes.clear()
         return items
@@ -115,7 +115,8 @@ class CoordinatedSending(SendingRule):
     def __init__(self, clock: VirtualClock, costs: CoordinatorCosts, hand_over: HandOver) -> None:
         self._clock, self._costs, self._hand_over = clock, costs, hand_over
         self._planner = TransmissionPlanner()
-        self._free = 0.0
+        # Time at which the coordinator has handled all reports.
+        self._idle_from = 0.0
         self.log: list[Transmission] = []
         self.reports = 0
 
@@ -131,18 +132,18 @@ class CoordinatedSending(SendingRule):
         self._clock.at(self._clock.now + delay, self._queue, report)
 
     def _queue(self, report: Sequence[Transfer] | MessageInFlight) -> None:
-        self._free = max(self._clock.now, self._free) + self._costs.handling_seconds
-        self._clock.at(self._free, self._handle, report)
+        self._idle_from = max(self._clock.now, self._idle_from) + self._costs.handling_seconds
+        self._clock.at(self._idle_from, self._handle, report)
 
     def _handle(self, report: Sequence[Transfer] | MessageInFlight) -> None:
         if isinstance(report, MessageInFlight):
             self._planner.finish(report.source, report.destination)
         else:
             self._planner.add(report)
-        for plan in self._planner.next_transmissions():
-            self.log.append(plan)
-            delay = 0.0 if plan.source == self._costs.rank else self._costs.plan_seconds
-            self._clock.at(self._clock.now + delay, self._hand_over, plan)
+        for message in self._planner.next_transmissions():
+            self.log.append(message)
+            delay = 0.0 if message.source == self._costs.rank else self._costs.plan_seconds
+            self._clock.at(self._clock.now + delay, self._hand_over, message)
 
 
 class ReplayedSending(SendingRule):

@@ -44,7 +44,7 @@ from tests.support.pipeline_profiles import (
     small_workload,
 )
 from tests.support.plan_oracle import (
-    OPTIMAL,
+    OPTIMALITY_GAP,
     check_optimal,
     check_sound,
     exhaustive,
@@ -144,7 +144,7 @@ class TestAgainstEveryPlan:
             return
         found = search_plan(workload)
         check_sound(found)
-        assert optimum * (1 - 1e-9) <= found.seconds <= optimum * (1 + OPTIMAL)
+        assert optimum * (1 - 1e-9) <= found.seconds <= optimum * (1 + OPTIMALITY_GAP)
 
     @settings(exhaustive, max_examples=examples(40))
     @given(randoms, schedules)
@@ -154,7 +154,7 @@ class TestAgainstEveryPlan:
         check_sound(found)
         assert found.workload.replicas == workload.replicas
         optimum = min(step_seconds(workload, split) for split in splits(workload))
-        assert found.seconds <= optimum * (1 + OPTIMAL)
+        assert found.seconds <= optimum * (1 + OPTIMALITY_GAP)
 
 
 class TestStart:
@@ -419,7 +419,7 @@ class TestManyOrders:
             found = search_plan(workload, 4)
         check_sound(found)
         assert found.seconds <= found.start_seconds
-        assert found.seconds >= search_plan(workload, 4).seconds * (1 - OPTIMAL)
+        assert found.seconds >= search_plan(workload, 4).seconds * (1 - OPTIMALITY_GAP)
 
     @settings(exhaustive, max_examples=examples(60))
     @given(randoms, st.integers(2, 3))

@@ -13,7 +13,7 @@ from lightning_dlres.pipeline.plan.search.proportional import proportional_split
 from tests.support.examples import examples
 
 # Integers, and powers that divide exactly: the oracle compares sums without rounding.
-work = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9)
+work_lists = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9)
 power_lists = st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0]), min_size=1, max_size=4)
 
 
@@ -35,16 +35,16 @@ def cost(split: tuple[int, ...], work: list[float], powers: list[float]) -> tupl
 
 
 @settings(max_examples=examples(300))
-@given(work, power_lists)
+@given(work_lists, power_lists)
 def test_no_split_is_better(work: list[float], powers: list[float]) -> None:
     powers = powers[: len(work)]
-    found = proportional_split(work, powers)
-    assert sum(found) == len(work)
-    assert len(found) == len(powers)
-    assert min(found) >= 1
+    split = proportional_split(work, powers)
+    assert sum(split) == len(work)
+    assert len(split) == len(powers)
+    assert min(split) >= 1
     seconds = work if any(work) else [1.0] * len(work)
-    best = min(cost(split, seconds, powers) for split in all_splits(len(work), len(powers)))
-    assert cost(found, seconds, powers) == best
+    best = min(cost(other, seconds, powers) for other in all_splits(len(work), len(powers)))
+    assert cost(split, seconds, powers) == best
 
 
 @settings(max_examples=examples(100))
@@ -67,7 +67,7 @@ def test_shares_follow_powers() -> None:
     assert proportional_split([1.0, 1.0], [1.0, 0.001]) == (1, 1), "every stage has a layer"
 
 
-def test_two_hundred_layers_are_split_fast() -> None:
+def test_two_hundred_layers_can_be_split() -> None:
     work = [1.0 + (i * 37 % 11) for i in range(200)]
     assert sum(proportional_split(work, [1.0, 0.5, 0.25] * 3)) == 200
 

@@ -88,7 +88,12 @@ class CallLogger(Logger):
 
 
 class ManyStates(Classifier):
-    """A model that keeps state in many kinds of places; the loss depends on every kind."""
+    """A model that keeps state in many kinds of places; the loss depends on every kind.
+
+    Args:
+        growing: Also keep and print what differs between the micro-batches of a step, such as the
+            loss. "auto" then chooses GPipe, which runs the step once.
+    """
 
     calls = 0
 
@@ -115,8 +120,8 @@ class ManyStates(Classifier):
         noise += float(self.rng.random())
         out = self.net(batch[0])
         loss = self.criterion(out, batch[1]) * self.annealer.scale() + self.loose[0](out, batch[1])
-        watched = next(c for c in self.trainer.callbacks if isinstance(c, CounterCallback))  # type: ignore[attr-defined]
-        watched.seen += 1
+        counter = next(c for c in self.trainer.callbacks if isinstance(c, CounterCallback))  # type: ignore[attr-defined]
+        counter.seen += 1
         if self.trainer.is_global_zero and self.trainer.world_size == 1:
             self.by_kind["zero"] += 1
         if self.growing:
@@ -134,12 +139,12 @@ class ManyStates(Classifier):
         return loss * (1 + noise)
 
     def on_train_batch_end(self, *args: Any) -> None:
-        watched = next(c for c in self.trainer.callbacks if isinstance(c, CounterCallback))  # type: ignore[attr-defined]
+        counter = next(c for c in self.trainer.callbacks if isinstance(c, CounterCallback))  # type: ignore[attr-defined]
         self.observed += [
             *(self._steps, self.annealer.calls, self.criterion.calls, float(self.criterion.warmth)),
             *(self.loose[0].calls, float(self.loose[0].warmth), self.table["sizes"]["last"]),
             *(self.counter["steps"], self.by_kind["steps"], self.by_kind["zero"]),
-            *(float(self.array.sum()), float(self.nested[1]["t"]), watched.seen),
+            *(float(self.array.sum()), float(self.nested[1]["t"]), counter.seen),
             *(len(self.annealer.memory["deep"]["scales"]), float(sum(self.window))),
             float(torch.rand((), generator=self.generator)),
             *(self.py.random(), float(self.rng.random()), len(self.seen)),
@@ -187,7 +192,10 @@ def fit(context: RankContext | None, growing: bool, schedule: str) -> Outcome:
 def outcomes_of_all_runs(context: RankContext) -> dict[str, tuple[Outcome, Outcome]]:
     cases = [(False, "auto"), (False, "gpipe"), (True, "auto"), (True, "gpipe")]
     plain = {growing: fit(None, growing, "auto") for growing in (False, True)}
-    return {f"{g} {schedule}": (plain[g], fit(context, g, schedule)) for g, schedule in cases}
+    return {
+        f"growing={growing} {schedule}": (plain[growing], fit(context, growing, schedule))
+        for growing, schedule in cases
+    }
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -206,7 +214,7 @@ def test_state_changes_as_often_as_on_a_single_device(pool: RankPool, ranks: int
             if rank == 0:
                 assert outcome.logger_calls == plain.logger_calls, name
             if schedule_of(name) == "auto":
-                assert outcome.schedule == ("gpipe" if "True" in name else "1f1b")
+                assert outcome.schedule == ("gpipe" if "growing=True" in name else "1f1b")
 
 
 def schedule_of(name: str) -> str:
