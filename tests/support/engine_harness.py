@@ -79,9 +79,9 @@ class EngineHarness:
             self.open_fetches.append(fetch)
             self.fetched_ids.extend(fetch.sample_ids.tolist())
 
-    def answer(self, which: int = 0) -> None:
-        """Give the engine the reply to open fetch number `which`, modulo their number."""
-        fetch = self.open_fetches.pop(which % len(self.open_fetches))
+    def answer(self, position: int = 0) -> None:
+        """Give the engine the reply to the open fetch at a position, modulo their number."""
+        fetch = self.open_fetches.pop(position % len(self.open_fetches))
         samples = [sample_content(i, int(self.sizes[i])) for i in fetch.sample_ids.tolist()]
         self.engine.arrive(fetch.fetch_id, np.concatenate(samples))
 

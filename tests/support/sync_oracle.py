@@ -212,7 +212,7 @@ class _NaiveSimulation:
         for rank in range(self.step.plan.world_size):
             sending = [m for m in first.values() if m.source == rank and m.sending]
             receiving = [m for m in first.values() if m.destination == rank and m.receiving]
-            part = self.step.costs.links.crowded_part if len(receiving) > 1 else 1.0
+            part = self.step.costs.links.incast_share if len(receiving) > 1 else 1.0
             rates += [(message, "sending", 1 / len(sending)) for message in sending]
             rates += [(message, "receiving", part / len(receiving)) for message in receiving]
         rates += [(message, "latency", 1.0) for message in self.messages if message.is_carried]

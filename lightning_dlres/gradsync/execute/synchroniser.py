@@ -65,7 +65,9 @@ class GradientSynchroniser:
         missing = {unit.codec for unit in plan.units} - {RAW, *codecs}
         if missing:
             raise ConfigError(
-                got_expected("codecs", sorted(codecs), "all of the plan", str(sorted(missing)))
+                got_expected(
+                    "codecs", sorted(codecs), "those of the plan", f"also {sorted(missing)}"
+                )
             )
         self.plan, self.coordinator = plan, coordinator
         self.states = CodecStates() if states is None else states
@@ -168,7 +170,7 @@ class GradientSynchroniser:
             raise self.failure
 
     def undo_step(self) -> None:
-        """Give the codecs' states their values of before the last step; needs `keeps_previous`."""
+        """Restore the codecs' states from before the last step; needs `keeps_previous`."""
         assert self._before_step is not None
         self._before_step.restore()
 

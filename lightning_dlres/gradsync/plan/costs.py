@@ -47,14 +47,14 @@ class LinkCosts:
         message_seconds: Fixed seconds of a message. Messages to one rank wait for each other.
         bandwidths: Bytes per second of each rank's link, in each direction.
         latency_seconds: Further seconds until a message arrives, in which its link is free.
-        crowded_part: Part of the bandwidth that is left where several ranks send to one at a time,
-            because their packets get lost. A coordinator prevents that.
+        incast_share: Share of the bandwidth that is left while several ranks send to the same rank
+            (incast), because packets get lost. A coordinator prevents that.
     """
 
     message_seconds: float
     bandwidths: tuple[float, ...]
     latency_seconds: float = 0.0
-    crowded_part: float = 1.0
+    incast_share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,7 @@ class SyncDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return [
             codecs,
             f"Links of the ranks: {speeds}; {format_seconds(links.message_seconds)} for a message, "
-            f"latency {format_seconds(links.latency_seconds)}; {links.crowded_part:.0%} of the "
+            f"latency {format_seconds(links.latency_seconds)}; {links.incast_share:.0%} of the "
             "speed where several ranks send to one.\n"
             f"All-reduce of torch: {format_seconds(reduce.fixed_seconds)}, and "
             f"{format_seconds((1 << 20) * reduce.seconds_per_item)} for a MiB.",

@@ -11,16 +11,17 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 # Part of the step that a coordinator must gain. It costs messages and a single point of failure,
 # and repeated measurements of steps differ by about as much.
 COORDINATOR_GAIN = 0.02
-# Ways of coordination, the one with the fewest messages first.
+# Values of `coordinator`, the one with the fewest messages first.
 _MODES = ("none", "replay", "always")
 
 
 class DriftDetector:
     """Detector of steps that have become slower or faster since the plan was made.
 
-    Steps are looked at in windows. The median of the first window is the reference. The detector
-    has no clock, and ranks measure different times: where one rank detects a drift, all ranks must
-    agree to plan again. They do so after the same step if all add a time in each step.
+    The median of the first window of steps is the reference for later windows. Ranks measure
+    different times, so one rank may detect a drift alone: after each window, the ranks agree
+    whether to plan again. Their windows end with the same step if all ranks add a time in each
+    step.
 
     Args:
         window: Number of steps of a window.
@@ -66,15 +67,16 @@ class DriftDetector:
 
 
 def choose_coordinator(seconds: Mapping[str, Sequence[float]]) -> str:
-    """Return the way of coordination with the shortest median step: "none", "replay" or "always".
+    """Return the value of `coordinator` with the shortest median step: "none", "replay" or
+    "always".
 
     One with more messages wins only if it gains more than `COORDINATOR_GAIN` of the step.
 
     Args:
-        seconds: Times of steps by the way of coordination, "none" among them.
+        seconds: Times of steps by value of `coordinator`, "none" among them.
 
     Raises:
-        ConfigError: If a name is unknown, "none" is missing, or a way has no times.
+        ConfigError: If a value is unknown or has no times, or "none" is missing.
     """
     if "none" not in seconds or set(seconds) - set(_MODES) or not all(seconds.values()):
         rule = f"times of steps with 'none' and others of {list(_MODES)}"

@@ -255,7 +255,7 @@ class StepPredictor:
         speeds, message_seconds = self._bandwidths, links.message_seconds
         if tasks.peers > 1 and not self._is_coordinated:
             # Messages to several ranks collide, but also fill each other's gaps.
-            speeds = speeds * links.crowded_part
+            speeds = speeds * links.incast_share
             message_seconds /= tasks.peers
         transfer = link_bytes / speeds + messages * message_seconds
         # One process handles the messages of a rank, whatever their destination. In the measured

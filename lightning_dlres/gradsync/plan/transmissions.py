@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 # decodes one message while the next one is on its way; large enough that the fixed time per message
 # is negligible.
 MESSAGE_BYTES = 256 << 10
-# Without a coordinator: seconds after a message to a rank in which payloads to it may wait for more
-# of them. A slow link is busy for about as long; on a fast one, so short a time does not matter.
+# Without a coordinator: for so long after a message to a rank, further payloads to it may wait, so
+# that they share a message. A slow link is still busy then; on a fast one, the time is negligible.
 FOLLOWING_SECONDS = 0.003
-# Without a coordinator: bytes of payloads to one rank that do not wait.
+# Without a coordinator: bytes of waiting payloads to one rank at which they no longer wait.
 WAITING_BYTES = 128 << 10
 
 

@@ -24,8 +24,8 @@ from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 _SMALL = 4096
 # Units in turn. The largest ones fill more than the caches of a processor's core.
 _UNITS = 4
-# Times of each task: no fewer, and no more, even if there is time left.
-_LEAST_TIMES, _MOST_TIMES = 3, 16
+# Least and most measurements of each task.
+_LEAST_REPEATS, _MOST_REPEATS = 3, 16
 # Step whose codec is measured: after any warm-up.
 _STEP = 1 << 30
 
@@ -83,9 +83,10 @@ def measure_codecs(
 
 
 def _task_seconds(task: Callable[[int], None], device: torch.device, budget: float) -> float:
-    """Return the lower quartile: other processes can only lengthen a task, by a lot at times."""
+    """Return the lower quartile of a task's times, because pauses by other processes lengthen some
+    of them."""
     seconds: list[float] = []
-    while len(seconds) < _LEAST_TIMES or (len(seconds) < _MOST_TIMES and sum(seconds) < budget):
+    while len(seconds) < _LEAST_REPEATS or (len(seconds) < _MOST_REPEATS and sum(seconds) < budget):
         _synchronise(device)
         start = time.perf_counter()
         task(len(seconds) % _UNITS)

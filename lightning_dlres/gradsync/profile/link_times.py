@@ -32,9 +32,9 @@ _MOST_DISTANCES = 8
 # Messages at each distance, at most.
 _MOST_TIMES = 3
 # Messages of each rank to each other one while all send at once, and the least bytes of one.
-_CROWDED_MESSAGES, _LEAST_CROWDED = 8, 4 << 10
+_INCAST_MESSAGES, _LEAST_INCAST_BYTES = 8, 4 << 10
 # Rounds of these messages. Packets get lost only after a while, so rounds must not be short.
-_CROWDED_ROUNDS = 2
+_INCAST_ROUNDS = 2
 
 
 def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
@@ -62,7 +62,7 @@ def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
         message_seconds=message_seconds,
         bandwidths=bandwidths,
         latency_seconds=max(latency - message_seconds, 0.0),
-        crowded_part=_crowded_part(messages, min(bandwidths), message_seconds, seconds),
+        incast_share=_incast_share(messages, min(bandwidths), message_seconds, seconds),
     )
 
 
@@ -119,7 +119,7 @@ def _bandwidths(messages: ProbeMessages, latency: float, budget: float) -> tuple
     return tuple(bandwidths)
 
 
-def _crowded_part(
+def _incast_share(
     messages: ProbeMessages, bandwidth: float, message_seconds: float, budget: float
 ) -> float:
     """Return the part of the slowest link's bandwidth that is left when all ranks send to all.
@@ -128,26 +128,26 @@ def _crowded_part(
     the budget in all rounds together.
     """
     others = [rank for rank in range(messages.ranks) if rank != messages.rank]
-    number = _CROWDED_MESSAGES * len(others)
+    number = _INCAST_MESSAGES * len(others)
     if len(others) < 2:
         return 1.0
-    per_message = budget / _CROWDED_ROUNDS / number
-    nbytes = min(max(int(bandwidth * per_message), _LEAST_CROWDED), _FIRST_BYTES)
+    per_message = budget / _INCAST_ROUNDS / number
+    nbytes = min(max(int(bandwidth * per_message), _LEAST_INCAST_BYTES), _FIRST_BYTES)
     payload = torch.zeros(nbytes, dtype=torch.uint8)
     rounds = []
-    for _ in range(_CROWDED_ROUNDS):
+    for _ in range(_INCAST_ROUNDS):
         messages.gather([])
         start = time.perf_counter()
-        for _ in range(_CROWDED_MESSAGES):
+        for _ in range(_INCAST_MESSAGES):
             for other in others:
                 messages.send(other, payload)
         for other in others:
-            for _ in range(_CROWDED_MESSAGES):
+            for _ in range(_INCAST_MESSAGES):
                 messages.receive(other)
         rounds += messages.slowest([time.perf_counter() - start])
     alone = number * nbytes / bandwidth
     # Messages to different ranks fill each other's gaps.
-    fixed = _CROWDED_MESSAGES * message_seconds
+    fixed = _INCAST_MESSAGES * message_seconds
     return alone / max(min(rounds) - fixed, alone)
 
 

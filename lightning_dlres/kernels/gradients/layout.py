@@ -25,6 +25,9 @@ Array = NDArray[Any]
 
 # Elements of a block: 16 KiB of float32, so that a block and its residual stay in the L1 cache.
 BLOCK = 4096
+# Partial sums of a block, see `sums`. They are independent, which allows vector instructions, and a
+# GPU has one thread for each.
+LANES = 256
 # Smallest piece of a thread, in elements. A smaller one costs more time to submit than it saves.
 _PIECE = 1 << 17
 

@@ -61,7 +61,7 @@ def sign_encode(gradient: Any, residual: Any, means: Any, words: Any, scale: Any
     lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
     size = min(gradient.size - first, BLOCK)
     count = (size + _PLANES - 1) // _PLANES
-    above, below, number = float32(0), float32(0), float32(0)
+    above, below, at_least_zero = float32(0), float32(0), float32(0)
     for p in range(_PLANES):
         element = p * count + lane
         # All loads come before the first store, so that many of them are under way at once.
@@ -71,15 +71,15 @@ def sign_encode(gradient: Any, residual: Any, means: Any, words: Any, scale: Any
             values[p] = add(scaled, residual[first + element])
             if values[p] >= float32(0):
                 above = add(above, values[p])
-                number = add(number, float32(1))
+                at_least_zero = add(at_least_zero, float32(1))
             else:
                 below = add(below, values[p])
-    lanes[0, lane], lanes[1, lane], lanes[2, lane] = above, below, number
+    lanes[0, lane], lanes[1, lane], lanes[2, lane] = above, below, at_least_zero
     tree_sum(lanes, lane)
-    above, below, number = lanes[0, 0], lanes[1, 0], lanes[2, 0]
+    above, below, at_least_zero = lanes[0, 0], lanes[1, 0], lanes[2, 0]
     is_finite = subtract(above, below) <= float32(_LARGEST)
-    above = divide(above, max(number, float32(1)))
-    below = divide(below, max(subtract(float32(size), number), float32(1)))
+    above = divide(above, max(at_least_zero, float32(1)))
+    below = divide(below, max(subtract(float32(size), at_least_zero), float32(1)))
     if lane == 0:
         means[2 * cuda.blockIdx.x] = above if is_finite else float32(np.nan)
         means[2 * cuda.blockIdx.x + 1] = below if is_finite else float32(np.nan)

@@ -8,10 +8,8 @@ import numpy as np
 from numba import float64, types
 
 from lightning_dlres.core.compiled import compiled, subroutine
-from lightning_dlres.kernels.gradients.layout import BLOCK
+from lightning_dlres.kernels.gradients.layout import BLOCK, LANES
 
-# Number of partial sums of a block. Partial sums are independent, which allows vector instructions.
-LANES = 256
 _LARGEST = float(np.finfo(np.float32).max)
 
 

@@ -18,10 +18,8 @@ from lightning_dlres.kernels.gradients.arithmetic_cuda import (
     tree_largest,
     tree_sum_double,
 )
-from lightning_dlres.kernels.gradients.layout import BLOCK, blocks
+from lightning_dlres.kernels.gradients.layout import BLOCK, LANES, blocks
 
-# Threads of a block: one for each partial sum.
-LANES = 256
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -83,7 +81,7 @@ def sum_of_column(sums: Any, column: Any) -> Any:
     """Return the sum of a column to all of the block's `LANES` threads."""
     lanes = cuda.shared.array((1, LANES), float64)
     lane = cuda.threadIdx.x
-    # The last call's result has been read by all threads before it is overwritten.
+    # Wait until all threads have read the result of the call before, which is overwritten below.
     cuda.syncthreads()
     total = float64(0)
     for row in range(lane, sums.shape[0], LANES):

@@ -8,8 +8,8 @@ import numpy as np
 from numba import float32, types, uint32
 
 from lightning_dlres.core.compiled import compiled, subroutine
-from lightning_dlres.kernels.gradients.layout import BLOCK
-from lightning_dlres.kernels.gradients.sums_cpu import LANES, tree_sum
+from lightning_dlres.kernels.gradients.layout import BLOCK, LANES
+from lightning_dlres.kernels.gradients.sums_cpu import tree_sum
 
 BITS = 2
 _PLANES = 32 // BITS

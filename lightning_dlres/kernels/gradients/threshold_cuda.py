@@ -19,8 +19,8 @@ from lightning_dlres.kernels.gradients.arithmetic_cuda import (
     subtract,
     tree_sum,
 )
-from lightning_dlres.kernels.gradients.layout import BLOCK, blocks
-from lightning_dlres.kernels.gradients.sums_cuda import LANES, sum_of_column
+from lightning_dlres.kernels.gradients.layout import BLOCK, LANES, blocks
+from lightning_dlres.kernels.gradients.sums_cuda import sum_of_column
 from lightning_dlres.kernels.gradients.threshold import BITS, LARGEST, SMALLEST
 
 _PLANES = 32 // BITS

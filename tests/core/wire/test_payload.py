@@ -170,9 +170,9 @@ def header(
     version: int = payload.VERSION,
     codec: str = payload.RAW,
     inline: bytes = b"a",
-    wanted: bool = False,
+    requires_grad: bool = False,
 ) -> bytes:
-    tensors = [[codec, dtype, shape, nbytes, wanted]]
+    tensors = [[codec, dtype, shape, nbytes, requires_grad]]
     return msgspec.msgpack.encode([version, KEY, structure, tensors, inline])
 
 
@@ -253,7 +253,7 @@ def test_a_column_of_a_single_row_arrives(dtype: torch.dtype) -> None:
 
 def test_requires_grad_of_integers_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError):
-        decode(decode_header(header(wanted=True), "stage 1"), [])
+        decode(decode_header(header(requires_grad=True), "stage 1"), [])
 
 
 @pytest.mark.parametrize(("size", "sizes"), [(5000, [8192]), (9000, [8192, 900])])

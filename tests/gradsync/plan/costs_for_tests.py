@@ -30,7 +30,7 @@ def sync_costs(
     *,
     message_seconds: float = 1e-4,
     latency_seconds: float = 0.0,
-    crowded_part: float = 1.0,
+    incast_share: float = 1.0,
     all_reduce: LinearCost | None = None,
 ) -> SyncCosts:
     """Return costs; torch's all-reduce uses the slowest link as a ring does."""
@@ -48,7 +48,7 @@ def sync_costs(
             message_seconds=message_seconds,
             bandwidths=tuple(bandwidths),
             latency_seconds=latency_seconds,
-            crowded_part=crowded_part,
+            incast_share=incast_share,
         ),
         all_reduce=all_reduce or ring,
     )

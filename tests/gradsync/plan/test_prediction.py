@@ -126,12 +126,12 @@ def test_few_units_take_as_long_as_their_critical_path(name: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "name"), [(2, "ps"), (4, "ps"), (4, "ring")])
 @pytest.mark.parametrize("is_coordinated", [True, False])
-def test_only_a_rank_with_several_senders_is_crowded(
+def test_only_a_rank_with_several_senders_loses_bandwidth(
     ranks: int, name: str, is_coordinated: bool
 ) -> None:
-    free, crowded = (
+    free, incast = (
         StepPredictor(
-            sync_costs([25e6] * ranks, COSTS, message_seconds=0.0, crowded_part=part),
+            sync_costs([25e6] * ranks, COSTS, message_seconds=0.0, incast_share=part),
             CODECS,
             is_coordinated=is_coordinated,
         ).predict_plan(plan_of([100_000] * 8, ranks, name))
@@ -139,8 +139,8 @@ def test_only_a_rank_with_several_senders_is_crowded(
     )
     is_slower = ranks > 2 and name == "ps" and not is_coordinated
     factor = 2 if is_slower else 1
-    assert crowded.transfer_seconds == pytest.approx(factor * free.transfer_seconds)
-    assert crowded.compute_seconds == free.compute_seconds
+    assert incast.transfer_seconds == pytest.approx(factor * free.transfer_seconds)
+    assert incast.compute_seconds == free.compute_seconds
 
 
 def test_backward_hides_all_but_the_last_bucket() -> None:

@@ -43,7 +43,7 @@ def costs(
     bandwidths: Sequence[float],
     message_seconds: float = 0.0,
     latency_seconds: float = 0.0,
-    crowded_part: float = 1.0,
+    incast_share: float = 1.0,
 ) -> SyncCosts:
     """Return costs with the seconds above for each task of a unit with one element."""
 
@@ -63,7 +63,7 @@ def costs(
             message_seconds=message_seconds,
             bandwidths=tuple(bandwidths),
             latency_seconds=latency_seconds,
-            crowded_part=crowded_part,
+            incast_share=incast_share,
         ),
         all_reduce=per_element(0.0),
     )
@@ -79,7 +79,7 @@ def step_of(
     ready: Sequence[Sequence[float]] | None = None,
     message_seconds: float = 0.0,
     latency_seconds: float = 0.0,
-    crowded_part: float = 1.0,
+    incast_share: float = 1.0,
     slowdowns: Sequence[float] | None = None,
     coordinator_costs: CoordinatorCosts | None = None,
 ) -> SimulatedStep:
@@ -92,7 +92,7 @@ def step_of(
     times = ready or [[0.0] * len(owners)] * len(bandwidths)
     return SimulatedStep(
         plan=SyncPlan(world_size=len(bandwidths), topology=name, units=units),
-        costs=costs(bandwidths, message_seconds, latency_seconds, crowded_part),
+        costs=costs(bandwidths, message_seconds, latency_seconds, incast_share),
         payload_bytes=sizes or [10] * len(owners),
         ready=[{f"g{i}": time for i, time in enumerate(row)} for row in times],
         slowdowns=slowdowns,
@@ -115,7 +115,7 @@ def random_step(rng: random.Random) -> SimulatedStep:
         ready=[[scale * rng.uniform(0, 30) for _ in range(count)] for _ in range(size)],
         message_seconds=scale * rng.choice([0.0, rng.uniform(0, 5)]),
         latency_seconds=scale * rng.choice([0.0, rng.uniform(0, 5)]),
-        crowded_part=rng.choice([1.0, 0.7]),
+        incast_share=rng.choice([1.0, 0.7]),
         slowdowns=[scale * rng.uniform(0.1, 2) for _ in range(size)],
     )
 
@@ -140,7 +140,7 @@ def steps(draw: st.DrawFn, *, largest: int = 4, most_units: int = 5) -> Simulate
         ready=[sequence(TIMES, count) for _ in range(size)],
         message_seconds=draw(st.sampled_from([0.0, 0.7])),
         latency_seconds=draw(st.sampled_from([0.0, 0.3])),
-        crowded_part=draw(st.sampled_from([1.0, 0.5])),
+        incast_share=draw(st.sampled_from([1.0, 0.5])),
         slowdowns=sequence(TIMES, size),
         coordinator_costs=CoordinatorCosts(
             report_seconds=draw(st.sampled_from([0.0, 0.11])),

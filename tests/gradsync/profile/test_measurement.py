@@ -54,9 +54,9 @@ def test_all_ranks_get_the_same_costs(pool: RankPool, world_size: int) -> None:
     assert len(costs.links.bandwidths) == world_size
     assert min(costs.links.bandwidths) > 0
     assert costs.links.latency_seconds >= 0
-    assert 0 < costs.links.crowded_part <= 1
+    assert 0 < costs.links.incast_share <= 1
     # Two ranks have one sender each.
-    assert costs.links.crowded_part == 1 or world_size > 2
+    assert costs.links.incast_share == 1 or world_size > 2
     lines = [costs.all_reduce]
     for codec in costs.codecs.values():
         lines += [codec.encode, codec.merge, codec.decode]

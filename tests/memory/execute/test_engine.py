@@ -19,9 +19,10 @@ from tests.support.scripted_policy import ScriptedEngine
 ACTIONS = [*MemoryAction, None]  # None: each action in turn
 
 
-def engine(
+def scripted_engine(
     action: MemoryAction | None, directory: Path | None = None, late: bool = False
 ) -> ScriptedEngine:
+    """Return an engine that takes one action; `late` emulates copies that end later."""
     every = list(MemoryAction)
     return ScriptedEngine(
         lambda number, _: action or every[number % len(every)], directory, late=late
@@ -29,62 +30,65 @@ def engine(
 
 
 @pytest.fixture(params=[(a, late) for a in ACTIONS for late in (False, True)], ids=str)
-def saved(request: pytest.FixtureRequest) -> Iterator[ScriptedEngine]:
+def engine(request: pytest.FixtureRequest) -> Iterator[ScriptedEngine]:
     """Engine that must have released everything when the test ends."""
     action, late = request.param
-    found = engine(action, late=late)
-    yield found
-    found.forget()
+    engine = scripted_engine(action, late=late)
+    yield engine
+    engine.forget()
     gc.collect()
-    assert found.byte_counter.now == 0
-    assert found.tier.used_bytes == 0
+    assert engine.byte_counter.now == 0
+    assert engine.tier.used_bytes == 0
 
 
 Step = Callable[[Callable[[], AbstractContextManager[None]]], list[Tensor]]
 
 
-def require_parity(saved: ScriptedEngine, step: Step, *stays: nn.Module) -> None:
-    """Run a step plainly, and under the engine; compare what it returns, bit for bit."""
+def require_parity(engine: ScriptedEngine, step: Step, *modules: nn.Module) -> None:
+    """Run a step plainly, and under the engine; compare what it returns, bit for bit.
+
+    Parameters and buffers of `modules` stay in memory.
+    """
 
     def hooks() -> AbstractContextManager[None]:
-        held = [t for m in stays for t in (*m.parameters(), *m.buffers())]
-        return saved.hooks(held)
+        kept = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        return engine.hooks(kept)
 
     torch.manual_seed(0)
     plain = step(nullcontext)
     torch.manual_seed(0)
-    ours = step(hooks)
-    assert len(plain) == len(ours) > 0
-    for expected, found in zip(plain, ours, strict=True):
-        assert torch.equal(expected, found)
+    actual = step(hooks)
+    assert len(plain) == len(actual) > 0
+    for expected, tensor in zip(plain, actual, strict=True):
+        assert torch.equal(expected, tensor)
 
 
 def gradients(*modules: nn.Module) -> list[Tensor]:
     """Return all gradients, and forget them."""
-    found = [p.grad for m in modules for p in m.parameters() if p.grad is not None]
+    tensors = [p.grad for m in modules for p in m.parameters() if p.grad is not None]
     for module in modules:
         module.zero_grad()
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_those_of_plain_training(saved: ScriptedEngine, name: str) -> None:
+def test_gradients_equal_those_of_plain_training(engine: ScriptedEngine, name: str) -> None:
     net = CASES[name].make()
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
-        found = []
+        results = []
         for _ in range(2):
             with hooks():
                 loss = net(CASES[name].batch()).float().square().mean()
             loss.backward()
-            found += [loss.detach(), *gradients(net)]
-        return found
+            results += [loss.detach(), *gradients(net)]
+        return results
 
-    require_parity(saved, step, net)
+    require_parity(engine, step, net)
 
 
 def test_storages_can_be_offloaded_to_a_file(tmp_path: Path) -> None:
-    saved, net = engine(MemoryAction.BOTH, tmp_path), CASES["cnn"].make()
+    engine, net = scripted_engine(MemoryAction.BOTH, tmp_path), CASES["cnn"].make()
     assert list(tmp_path.iterdir()) == []
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -93,10 +97,10 @@ def test_storages_can_be_offloaded_to_a_file(tmp_path: Path) -> None:
         loss.backward()
         return gradients(net)
 
-    require_parity(saved, step, net)
+    require_parity(engine, step, net)
 
 
-def test_views_transposes_and_expands(saved: ScriptedEngine) -> None:
+def test_views_transposes_and_expands(engine: ScriptedEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         x = torch.randn(6, 8, requires_grad=True)
         with hooks():
@@ -108,44 +112,44 @@ def test_views_transposes_and_expands(saved: ScriptedEngine) -> None:
         assert x.grad is not None
         return [x.grad]
 
-    require_parity(saved, step)
+    require_parity(engine, step)
 
 
 def test_an_expanded_tensor_takes_the_bytes_of_its_source() -> None:
-    saved = engine(MemoryAction.OFFLOAD)
+    engine = scripted_engine(MemoryAction.OFFLOAD)
     row = torch.randn(1, 256, requires_grad=True)
-    with saved.hooks():
+    with engine.hooks():
         out = row.exp().expand(1000, 256).sin()
-    assert saved.tier.used_bytes <= 2 * 1024
+    assert engine.tier.used_bytes <= 2 * 1024
     out.sum().backward()
 
 
 def test_a_small_part_of_a_large_storage_moves_alone() -> None:
-    saved = engine(MemoryAction.OFFLOAD)
+    engine = scripted_engine(MemoryAction.OFFLOAD)
     x = torch.randn(100, 100, requires_grad=True)
-    with saved.hooks([x]):
+    with engine.hooks([x]):
         out = (x + 1)[7].sin()
-    assert saved.tier.used_bytes == 400
+    assert engine.tier.used_bytes == 400
     out.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad[7], (x[7] + 1).cos())
 
 
 def test_a_storage_that_is_saved_twice_moves_once() -> None:
-    saved = engine(MemoryAction.OFFLOAD)
+    engine = scripted_engine(MemoryAction.OFFLOAD)
     x = torch.randn(64, 64, requires_grad=True)
-    with saved.hooks([x]):
+    with engine.hooks([x]):
         y = x + 1
         z = y.sin() + y.cos() + (y.t() @ y) + y.view(-1).exp().view(64, 64)
     # The storages of y and of the result of exp.
-    assert saved.tier.used_bytes == 2 * 4 * 64 * 64
+    assert engine.tier.used_bytes == 2 * 4 * 64 * 64
     z.sum().backward()
 
 
-def test_a_change_in_place_after_saving_is_an_error(saved: ScriptedEngine) -> None:
+def test_a_change_in_place_after_saving_is_an_error(engine: ScriptedEngine) -> None:
     x = torch.randn(5, requires_grad=True)
     for change in (lambda y: y.add_(1), lambda y: y[:2].zero_(), lambda y: y.detach().mul_(2)):
-        with saved.hooks():
+        with engine.hooks():
             y = x * 2
             z = y.sin()
             change(y)
@@ -154,9 +158,9 @@ def test_a_change_in_place_after_saving_is_an_error(saved: ScriptedEngine) -> No
         del y, z
 
 
-def test_a_change_in_place_before_saving_again_moves_again(saved: ScriptedEngine) -> None:
+def test_a_change_in_place_before_saving_again_moves_again(engine: ScriptedEngine) -> None:
     x = torch.randn(5, requires_grad=True)
-    with saved.hooks():
+    with engine.hooks():
         y = x * 1
         first = y.sin()
         y.add_(1)
@@ -168,10 +172,10 @@ def test_a_change_in_place_before_saving_again_moves_again(saved: ScriptedEngine
         first.sum().backward()
 
 
-def test_a_changed_parameter_is_an_error(saved: ScriptedEngine) -> None:
+def test_a_changed_parameter_is_an_error(engine: ScriptedEngine) -> None:
     layer = nn.Linear(4, 4)
     x = torch.randn(2, 4, requires_grad=True)
-    with saved.hooks(layer.parameters()):
+    with engine.hooks(layer.parameters()):
         out = layer(x)
     with torch.no_grad():
         layer.weight.add_(1)
@@ -180,7 +184,7 @@ def test_a_changed_parameter_is_an_error(saved: ScriptedEngine) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_nested_checkpoints(saved: ScriptedEngine, reentrant: bool) -> None:
+def test_nested_checkpoints(engine: ScriptedEngine, reentrant: bool) -> None:
     inner, outer = CASES["mlp"].make(), nn.Linear(16, 16)
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -196,10 +200,10 @@ def test_nested_checkpoints(saved: ScriptedEngine, reentrant: bool) -> None:
         assert x.grad is not None
         return [x.grad, *gradients(inner, outer)]
 
-    require_parity(saved, step, inner, outer)
+    require_parity(engine, step, inner, outer)
 
 
-def test_double_backward(saved: ScriptedEngine) -> None:
+def test_double_backward(engine: ScriptedEngine) -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -210,10 +214,10 @@ def test_double_backward(saved: ScriptedEngine) -> None:
             (out + (slope.norm() - 1).square()).backward()
         return gradients(net)
 
-    require_parity(saved, step, net)
+    require_parity(engine, step, net)
 
 
-def test_backward_twice(saved: ScriptedEngine) -> None:
+def test_backward_twice(engine: ScriptedEngine) -> None:
     net = CASES["cnn"].make()
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -223,27 +227,35 @@ def test_backward_twice(saved: ScriptedEngine) -> None:
         loss.backward()
         return gradients(net)
 
-    require_parity(saved, step, net)
+    require_parity(engine, step, net)
 
 
-def test_two_optimizers_as_in_a_gan(saved: ScriptedEngine) -> None:
-    maker, judge = nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 1))
+def test_two_optimizers_as_in_a_gan(engine: ScriptedEngine) -> None:
+    generator, discriminator = (
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU()),
+        nn.Sequential(nn.Linear(8, 1)),
+    )
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
-        found = []
+        results = []
         with hooks():
-            made = maker(torch.randn(6, 4))
-            fooled = -judge(made).mean()
-            found += torch.autograd.grad(fooled, list(maker.parameters()), retain_graph=True)
-            judged = judge(made.detach()).sigmoid().mean() - judge(torch.randn(6, 8)).mean()
-            judged.backward()
-            fooled.backward()
-        return [*found, *gradients(maker, judge)]
+            fake_samples = generator(torch.randn(6, 4))
+            generator_loss = -discriminator(fake_samples).mean()
+            results += torch.autograd.grad(
+                generator_loss, list(generator.parameters()), retain_graph=True
+            )
+            discriminator_loss = (
+                discriminator(fake_samples.detach()).sigmoid().mean()
+                - discriminator(torch.randn(6, 8)).mean()
+            )
+            discriminator_loss.backward()
+            generator_loss.backward()
+        return [*results, *gradients(generator, discriminator)]
 
-    require_parity(saved, step, maker, judge)
+    require_parity(engine, step, generator, discriminator)
 
 
-def test_several_forwards_before_backward(saved: ScriptedEngine) -> None:
+def test_several_forwards_before_backward(engine: ScriptedEngine) -> None:
     net = CASES["gpt"].make()
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -255,10 +267,10 @@ def test_several_forwards_before_backward(saved: ScriptedEngine) -> None:
             loss.backward()
         return gradients(net)
 
-    require_parity(saved, step, net)
+    require_parity(engine, step, net)
 
 
-def test_no_grad_and_inference_in_between(saved: ScriptedEngine) -> None:
+def test_no_grad_and_inference_in_between(engine: ScriptedEngine) -> None:
     net = CASES["unet"].make()
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -275,21 +287,21 @@ def test_no_grad_and_inference_in_between(saved: ScriptedEngine) -> None:
         return gradients(net)
 
     start = {name: value.clone() for name, value in net.state_dict().items()}
-    require_parity(saved, step, net)
+    require_parity(engine, step, net)
 
 
-def test_a_step_after_one_that_failed(saved: ScriptedEngine) -> None:
+def test_a_step_after_one_that_failed(engine: ScriptedEngine) -> None:
     net = CASES["mlp"].make()
 
     def fails() -> None:
         net(torch.randn(6, 16))
         raise ValueError("of the user")
 
-    with pytest.raises(ValueError, match="of the user"), saved.hooks(net.parameters()):
+    with pytest.raises(ValueError, match="of the user"), engine.hooks(net.parameters()):
         fails()
-    saved.forget()
+    engine.forget()
     gc.collect()
-    assert saved.byte_counter.now == 0
+    assert engine.byte_counter.now == 0
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         with hooks():
@@ -297,10 +309,10 @@ def test_a_step_after_one_that_failed(saved: ScriptedEngine) -> None:
         loss.backward()
         return gradients(net)
 
-    require_parity(saved, step, net)
+    require_parity(engine, step, net)
 
 
-def test_compiled_models(saved: ScriptedEngine) -> None:
+def test_compiled_models(engine: ScriptedEngine) -> None:
     net = CASES["cnn"].make()
     compiled = torch.compile(net, backend="aot_eager")
 
@@ -310,10 +322,10 @@ def test_compiled_models(saved: ScriptedEngine) -> None:
         loss.backward()
         return gradients(net)
 
-    require_parity(saved, step, net)
+    require_parity(engine, step, net)
 
 
-def test_complex_numbers_and_unusual_tensors(saved: ScriptedEngine) -> None:
+def test_complex_numbers_and_unusual_tensors(engine: ScriptedEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         x = torch.randn(4, 6, requires_grad=True)
         with hooks():
@@ -325,14 +337,14 @@ def test_complex_numbers_and_unusual_tensors(saved: ScriptedEngine) -> None:
         assert x.grad is not None
         return [x.grad]
 
-    require_parity(saved, step)
+    require_parity(engine, step)
 
 
 def test_a_reused_address_is_not_taken_for_an_earlier_storage() -> None:
-    saved = engine(MemoryAction.OFFLOAD)
+    engine = scripted_engine(MemoryAction.OFFLOAD)
     x = torch.randn(1000, requires_grad=True)
     expected = torch.zeros(1000)
-    with saved.hooks([x]):
+    with engine.hooks([x]):
         total = torch.zeros(())
         for number in range(50):
             # The allocator reuses the memory of the previous product.
@@ -344,11 +356,11 @@ def test_a_reused_address_is_not_taken_for_an_earlier_storage() -> None:
 
 
 def test_storages_stay_if_the_tier_is_full() -> None:
-    saved = ScriptedEngine(lambda *_: MemoryAction.OFFLOAD, tier_bytes=1024)
+    engine = ScriptedEngine(lambda *_: MemoryAction.OFFLOAD, tier_bytes=1024)
     x = torch.randn(200, requires_grad=True)
-    with saved.hooks([x]):
+    with engine.hooks([x]):
         out = (x + 1).sin().exp().cos().sum()
-    assert saved.byte_counter.now > 0
+    assert engine.byte_counter.now > 0
     out.backward()
     plain = x.grad
     x.grad = None
@@ -358,7 +370,7 @@ def test_storages_stay_if_the_tier_is_full() -> None:
     assert torch.equal(plain, x.grad)
 
 
-def test_zeros_without_memory_stay(saved: ScriptedEngine) -> None:
+def test_zeros_without_memory_stay(engine: ScriptedEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         x = torch.ones(40, requires_grad=True)
         with hooks():
@@ -367,10 +379,10 @@ def test_zeros_without_memory_stay(saved: ScriptedEngine) -> None:
         assert x.grad is not None
         return [x.grad]
 
-    require_parity(saved, step)
+    require_parity(engine, step)
 
 
-def test_memory_that_is_freed_and_filled_again_before_backward(saved: ScriptedEngine) -> None:
+def test_memory_that_is_freed_and_filled_again_before_backward(engine: ScriptedEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         # FSDP does this with the parameters of a layer.
         x, weight = torch.randn(500, requires_grad=True), torch.randn(500)
@@ -385,14 +397,16 @@ def test_memory_that_is_freed_and_filled_again_before_backward(saved: ScriptedEn
         assert x.grad is not None
         return [x.grad]
 
-    require_parity(saved, step)
+    require_parity(engine, step)
 
 
 def test_small_tensors_and_parameters_stay() -> None:
     seen = []
-    saved = ScriptedEngine(lambda _, t: seen.append(t.numel()) or MemoryAction.KEEP, min_bytes=1000)
+    engine = ScriptedEngine(
+        lambda _, t: seen.append(t.numel()) or MemoryAction.KEEP, min_bytes=1000
+    )
     layer = nn.Linear(100, 100)
-    with saved.hooks(layer.parameters()):
+    with engine.hooks(layer.parameters()):
         layer(torch.randn(2, 100, requires_grad=True)).sin().exp()
         layer(torch.randn(30, 100, requires_grad=True)).sin()
     assert seen == [3000, 3000]

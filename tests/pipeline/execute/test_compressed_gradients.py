@@ -23,9 +23,7 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.execute.compressed_gradients import CompressedGradientSync
 from lightning_dlres.pipeline.execute.gradients import make_groups
 from lightning_dlres.pipeline.execute.partition import ModelLayers
-from lightning_dlres.pipeline.execute.replica_compression import (
-    ReplicaCompression,
-)
+from lightning_dlres.pipeline.execute.replica_compression import ReplicaCompression
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, consecutive_replicas
 from lightning_dlres.pipeline.stage.stage import GradientBuffer
 from tests.support.rank_pool import RankContext, RankPool
@@ -170,7 +168,7 @@ def opened(
         compression.close(orderly=orderly)
 
 
-def held_names(model: Model, plan: PipelinePlan, stage: int) -> dict[str, nn.Parameter]:
+def held_parameters(model: Model, plan: PipelinePlan, stage: int) -> dict[str, nn.Parameter]:
     own = [f"net.{layer}." for layer in plan.layers_of(stage)]
     return {n: p for n, p in model.named_parameters() if n.startswith((*own, "outer"))}
 
@@ -179,36 +177,38 @@ def run(context: RankContext, *runs: Run) -> list[Result]:
     """Run several runs one after the other; a run without a checkpoint takes that of the last."""
     context.init_process_group()
     results: list[Result] = []
-    for one in runs:
-        saved = one.saved if one.saved is not None or not results else results[-1].checkpoint
-        results.append(_run(context, replace(one, saved=saved)))
+    for planned_run in runs:
+        saved = planned_run.saved
+        if saved is None and results:
+            saved = results[-1].checkpoint
+        results.append(_run(context, replace(planned_run, saved=saved)))
     return results
 
 
-def _run(context: RankContext, one: Run) -> Result:
-    plan, result = one.plan, Result()
+def _run(context: RankContext, planned_run: Run) -> Result:
+    plan, result = planned_run.plan, Result()
     replica, stage = plan.position(context.rank)
-    with opened(context, one.codec, plan) as (model, compression, make_sync):
-        if one.saved:
+    with opened(context, planned_run.codec, plan) as (model, compression, make_sync):
+        if planned_run.saved:
             # Only tensors and primitive types pass.
-            saved = torch.load(io.BytesIO(one.saved), weights_only=True)
+            saved = torch.load(io.BytesIO(planned_run.saved), weights_only=True)
             with pytest.WarningsRecorder(_ispytest=True) as record:
                 compression.load_states(saved, torch.device("cpu"))
             result.warnings = [str(w.message) for w in record if "residuals" in str(w.message)]
-        names = held_names(model, plan, stage)
-        for step in one.steps:
-            for name, parameter in names.items():
+        parameters = held_parameters(model, plan, stage)
+        for step in planned_run.steps:
+            for name, parameter in parameters.items():
                 parameter.requires_grad_(name != step.frozen)
             sync, buffer = make_sync(), GradientBuffer()
             sync.begin(loss_scale=step.scale, has_data=replica not in step.idle)
-            for name, parameter in names.items():
+            for name, parameter in parameters.items():
                 value = gradient(name, replica, step)
                 if value is not None:
                     buffer.add(parameter, value * step.scale)
             for position in reversed(range(len(plan.layers_of(stage)))):
                 sync.layer_done(position, buffer)
             sync.finish(buffer)
-            totals = {n: buffer.gradients.get(p) for n, p in names.items()}
+            totals = {n: buffer.gradients.get(p) for n, p in parameters.items()}
             result.sums.append({n: t / step.scale for n, t in totals.items() if t is not None})
             if step.then == "undo":
                 sync.undo_step()
@@ -257,12 +257,12 @@ def assert_conserved(pairs: Iterable[tuple[Run, list[Result]]]) -> None:
     """Assert that the sums of all steps, and the residuals at the end, are the gradients."""
     zero = torch.zeros((), dtype=torch.float64)
     got, given = dict.fromkeys(COMPRESSED, zero), dict.fromkeys(COMPRESSED, zero)
-    for one, results in pairs:
-        for sums in sums_of(results, one.plan):
+    for planned_run, results in pairs:
+        for sums in sums_of(results, planned_run.plan):
             for name in COMPRESSED & sums.keys():
                 got[name] = got[name] + sums[name].double().view(-1)
-        for step in one.steps:
-            for replica in range(len(one.plan.replicas)):
+        for step in planned_run.steps:
+            for replica in range(len(planned_run.plan.replicas)):
                 for name in COMPRESSED:
                     value = gradient(name, replica, step)
                     if value is not None:
@@ -299,9 +299,9 @@ STEPS = (
 def test_replicas_get_the_same_sums_and_nothing_is_lost(
     pool: RankPool, codec: str, plan: PipelinePlan
 ) -> None:
-    one = Run(codec, plan, STEPS)
-    results = [result for (result,) in pool.run(run, plan.world_size, one)]
-    assert_conserved([(one, results)])
+    planned_run = Run(codec, plan, STEPS)
+    results = [result for (result,) in pool.run(run, plan.world_size, planned_run)]
+    assert_conserved([(planned_run, results)])
     sums = sums_of(results, plan)
     for number, step in enumerate(STEPS):
         for name, parameter in Model().named_parameters():
@@ -320,27 +320,27 @@ def test_replicas_get_the_same_sums_and_nothing_is_lost(
                 assert sums[number][name].dtype == parameter.dtype
 
 
-def test_a_gradient_of_late_residuals_only(pool: RankPool) -> None:
+def test_residuals_are_sent_in_steps_without_a_gradient(pool: RankPool) -> None:
     nowhere = frozenset((r, n) for r in range(2) for n in ("net.0.weight", "net.1.weight"))
     never = frozenset((r, "net.2.weight") for r in range(2))
     steps = (Step(0, missing=never), *(Step(n, missing=nowhere | never) for n in (1, 2)))
-    for codec, is_late in (("tbq", True), ("qsgd", False)):
-        one = Run(codec, plan_of(2, 4), steps)
-        results = [result for (result,) in pool.run(run, 2, one)]
-        sums = sums_of(results, one.plan)
+    for codec, has_residuals in (("tbq", True), ("qsgd", False)):
+        planned_run = Run(codec, plan_of(2, 4), steps)
+        results = [result for (result,) in pool.run(run, 2, planned_run)]
+        sums = sums_of(results, planned_run.plan)
         assert {"net.0.weight", "net.1.weight"} <= sums[0].keys()
-        for late in sums[1:]:
-            assert ("net.0.weight" in late) == is_late, "residuals are sent, zeros are not"
-            assert "net.2.weight" not in late
-        if is_late:
-            assert_conserved([(one, results)])
+        for later in sums[1:]:
+            assert ("net.0.weight" in later) == has_residuals, "residuals are sent, zeros are not"
+            assert "net.2.weight" not in later
+        if has_residuals:
+            assert_conserved([(planned_run, results)])
 
 
 def test_codecs_of_enough_bits_are_near_the_exact_sums(pool: RankPool) -> None:
     for codec, tolerance in (("fp16", 1e-3), ("int8", 0.03)):
-        one = Run(codec, plan_of(3, 4), (Step(0), Step(1)))
-        results = [result for (result,) in pool.run(run, 3, one)]
-        for step, sums in zip(one.steps, sums_of(results, one.plan), strict=True):
+        planned_run = Run(codec, plan_of(3, 4), (Step(0), Step(1)))
+        results = [result for (result,) in pool.run(run, 3, planned_run)]
+        for step, sums in zip(planned_run.steps, sums_of(results, planned_run.plan), strict=True):
             total = sum(gradient("net.0.weight", replica, step) for replica in range(3))
             error = torch.linalg.vector_norm(sums["net.0.weight"] - total)
             assert error < tolerance * torch.linalg.vector_norm(total), codec
@@ -393,8 +393,8 @@ def test_steps_that_are_not_used_leave_no_trace(pool: RankPool, first: int) -> N
 
 def test_a_replica_without_a_micro_batch_keeps_its_residuals(pool: RankPool) -> None:
     steps = (Step(0), Step(1, idle=frozenset({1})))
-    one = Run("tbq", plan_of(2, 4), steps)
-    (first,), (second,) = pool.run(run, 2, one)
+    planned_run = Run("tbq", plan_of(2, 4), steps)
+    (first,), (second,) = pool.run(run, 2, planned_run)
 
     def own(states: dict[str, Any]) -> dict[str, Any]:
         return {"units": [entry for entry in states["units"] if not entry["part"]]}
@@ -466,18 +466,21 @@ def test_a_warning_names_residuals_that_are_dropped(pool: RankPool) -> None:
         assert any(f"residuals of {names} were dropped" in text for text in messages)
 
 
-def note_starts(context: RankContext) -> list[list[str]]:
-    """Return the names that were started when each layer of a stage was done, from the last on."""
+def names_started_by_layer(context: RankContext) -> list[list[str]]:
+    """Return the gradients whose synchronisation starts after the backward of each layer.
+
+    The last layer comes first.
+    """
     context.init_process_group()
     started: list[list[str]] = []
     with opened(context, "int8", plan_of(2, 4)) as (model, compression, make_sync):
         start = compression.start
 
-        def noting(gradients: Mapping[str, Tensor], on_done: Any) -> None:
+        def recording_start(gradients: Mapping[str, Tensor], on_done: Any) -> None:
             started[-1] += [name for name in gradients if name in COMPRESSED]
             start(gradients, on_done)
 
-        compression.start = noting  # type: ignore[method-assign]
+        compression.start = recording_start  # type: ignore[method-assign]
         sync, buffer = make_sync(), GradientBuffer()
         sync.begin(loss_scale=1.0, has_data=True)
         for position in reversed(range(LAYERS)):
@@ -491,7 +494,7 @@ def note_starts(context: RankContext) -> list[list[str]]:
 
 def test_gradients_are_sent_when_backward_has_passed_their_layer(pool: RankPool) -> None:
     expected = [[], ["net.2.weight"], ["net.1.weight"], ["net.0.weight"]]
-    assert pool.run(note_starts, 2) == [expected] * 2
+    assert pool.run(names_started_by_layer, 2) == [expected] * 2
 
 
 def wait_in_vain(context: RankContext, is_dead: bool) -> None:

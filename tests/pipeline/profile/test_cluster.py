@@ -25,23 +25,23 @@ def cluster(*links: tuple[int, int, float]) -> Cluster:
 
 
 def test_a_measured_link_counts_in_both_directions() -> None:
-    found = cluster((0, 1, 7.0), (1, 3, 8.0))
-    assert found.link(0, 1).latency == found.link(1, 0).latency == 7.0
-    assert found.link(3, 1).latency == 8.0
+    measured = cluster((0, 1, 7.0), (1, 3, 8.0))
+    assert measured.link(0, 1).latency == measured.link(1, 0).latency == 7.0
+    assert measured.link(3, 1).latency == 8.0
 
 
 def test_a_link_that_was_not_measured_equals_the_most_similar_one() -> None:
-    found = cluster((3, 4, 1.0), (0, 1, 2.0), (5, 0, 4.0), (0, 3, 3.0))
-    assert found.link(1, 2).latency == 2.0, "same host"
-    assert found.link(4, 2).latency == 3.0, "same two hosts"
-    assert found.link(5, 6).latency == 1.0, "within a host, as the first such link"
-    assert found.link(3, 6).latency == 4.0, "between hosts, as the first such link"
+    measured = cluster((3, 4, 1.0), (0, 1, 2.0), (5, 0, 4.0), (0, 3, 3.0))
+    assert measured.link(1, 2).latency == 2.0, "same host"
+    assert measured.link(4, 2).latency == 3.0, "same two hosts"
+    assert measured.link(5, 6).latency == 1.0, "within a host, as the first such link"
+    assert measured.link(3, 6).latency == 4.0, "between hosts, as the first such link"
 
 
 def test_a_link_without_similar_ones_is_perfect() -> None:
-    found = cluster((0, 1, 2.0))
-    assert found.transfer_seconds(0, 3, 10**12) == 0.0
-    assert found.transfer_seconds(1, 2, 10) == 12.0
+    measured = cluster((0, 1, 2.0))
+    assert measured.transfer_seconds(0, 3, 10**12) == 0.0
+    assert measured.transfer_seconds(1, 2, 10) == 12.0
 
 
 def test_shared_parameters_count_once_in_a_stage() -> None:

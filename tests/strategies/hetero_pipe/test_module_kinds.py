@@ -180,7 +180,7 @@ class CallsOutside(Classifier):
 
 CALLS = {
     "calls, gpipe": Case(CallsOutside, "gpipe", trainer={"enable_model_summary": True}),
-    "calls": Case(CallsOutside, used="1f1b"),
+    "calls": Case(CallsOutside, expected_schedule="1f1b"),
 }
 
 

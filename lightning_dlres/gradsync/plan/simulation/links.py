@@ -1,9 +1,9 @@
 """Links of all ranks in virtual time, joined by a switch without limits.
 
 Each direction of a link divides its time equally among the messages that it carries, as TCP
-connections do. Several ranks that send to one at a time have less than its bandwidth together, by
-`LinkCosts.crowded_part`. Messages between the same two ranks follow each other. A message has
-arrived when both directions have carried it: the source's sending one and the destination's
+connections do. Several ranks that send to the same rank at once get less than its bandwidth
+together: `LinkCosts.incast_share`. Messages between the same two ranks follow each other. A message
+has arrived when both directions have carried it: the source's sending one and the destination's
 receiving one. A direction that has carried its part gives its time to other messages.
 """
 
@@ -29,7 +29,7 @@ class MessageInFlight:
         entries: Step, unit and part of each payload.
         nbytes: Bytes of all payloads.
         started: Time from which both links carry the message.
-        directions: Number of links that have not carried it yet.
+        directions_left: Number of links that have not carried it yet.
     """
 
     source: int
@@ -37,7 +37,7 @@ class MessageInFlight:
     entries: tuple[Entry, ...]
     nbytes: int
     started: float = 0.0
-    directions: int = 2
+    directions_left: int = 2
 
 
 class LinkDirection:
@@ -46,16 +46,16 @@ class LinkDirection:
     Args:
         rank: Rank of the link.
         seconds_per_byte: Inverse of the bandwidth.
-        crowded_part: Part of the bandwidth that several messages at once have together.
+        incast_share: Part of the bandwidth that several messages at once have together.
 
     Attributes:
         busy: Seconds of work of all messages so far.
     """
 
     __slots__ = (
-        "_changed",
-        "_crowded_share",
-        "_ends",
+        "_changed_at",
+        "_completions",
+        "_incast_slowdown",
         "_number",
         "_served",
         "busy",
@@ -64,47 +64,47 @@ class LinkDirection:
         "version",
     )
 
-    def __init__(self, rank: int, seconds_per_byte: float, crowded_part: float = 1.0) -> None:
+    def __init__(self, rank: int, seconds_per_byte: float, incast_share: float = 1.0) -> None:
         self.rank, self.seconds_per_byte = rank, seconds_per_byte
-        self._crowded_share = 1 / crowded_part
+        self._incast_slowdown = 1 / incast_share
         self.busy = 0.0
         # Grows with each planned completion, so that an older plan is recognised.
         self.version = 0
-        # Seconds of service that every message has had since the link was idle, at `_changed`.
-        self._served, self._changed = 0.0, 0.0
+        # Seconds of service that every message has had since the link was idle, at `_changed_at`.
+        self._served, self._changed_at = 0.0, 0.0
         # Messages by the service at which they are complete.
-        self._ends: list[tuple[float, int, MessageInFlight]] = []
+        self._completions: list[tuple[float, int, MessageInFlight]] = []
         self._number = 0
 
     def add(self, now: float, message: MessageInFlight, seconds: float) -> None:
         """Start to carry a message that takes `seconds` alone."""
-        if self._ends:
-            self._served += (now - self._changed) / self._seconds_per_service()
-        self._changed = now
+        if self._completions:
+            self._served += (now - self._changed_at) / self._seconds_per_service()
+        self._changed_at = now
         self._number += 1
         self.busy += seconds
-        heappush(self._ends, (self._served + seconds, self._number, message))
+        heappush(self._completions, (self._served + seconds, self._number, message))
 
     def next_completion(self) -> float | None:
         """Return the time at which the next message is complete; None if there is none."""
-        if not self._ends:
+        if not self._completions:
             return None
-        left = max(self._ends[0][0] - self._served, 0.0)
-        return self._changed + left * self._seconds_per_service()
+        left = max(self._completions[0][0] - self._served, 0.0)
+        return self._changed_at + left * self._seconds_per_service()
 
     def _seconds_per_service(self) -> float:
         """Return the time in which every message gets one second of service."""
-        count = len(self._ends)
-        return count * self._crowded_share if count > 1 else 1.0
+        count = len(self._completions)
+        return count * self._incast_slowdown if count > 1 else 1.0
 
     def complete(self, now: float) -> list[MessageInFlight]:
         """Remove the messages that are complete at `next_completion`, and return them."""
-        ends, complete = self._ends, []
-        self._served, self._changed = ends[0][0], now
-        while ends and ends[0][0] <= self._served:
-            complete.append(heappop(ends)[2])
-        if not ends:
-            # Small numbers keep their precision.
+        completions, complete = self._completions, []
+        self._served, self._changed_at = completions[0][0], now
+        while completions and completions[0][0] <= self._served:
+            complete.append(heappop(completions)[2])
+        if not completions:
+            # Start from 0 again: large sums would lose digits.
             self._served = 0.0
         return complete
 
@@ -131,11 +131,11 @@ class SharedLinks:
         self._message_seconds, self._latency = costs.message_seconds, costs.latency_seconds
         self._sending = [LinkDirection(r, 1 / b) for r, b in enumerate(costs.bandwidths)]
         self._receiving = [
-            LinkDirection(r, 1 / b, costs.crowded_part) for r, b in enumerate(costs.bandwidths)
+            LinkDirection(r, 1 / b, costs.incast_share) for r, b in enumerate(costs.bandwidths)
         ]
-        # Messages between two ranks; the first one is being carried.
+        # Messages by source and destination; the first one is being carried.
         self._pairs: dict[tuple[int, int], deque[MessageInFlight]] = {}
-        # Directions whose messages have changed at this time.
+        # Directions whose messages have changed since `plan_completions`; a dict keeps their order.
         self._changed: dict[LinkDirection, None] = {}
         self.messages = 0
 
@@ -157,7 +157,7 @@ class SharedLinks:
         if len(pair) == 1:
             self._begin(message)
 
-    def settle(self) -> None:
+    def plan_completions(self) -> None:
         """Plan the next completions; call it after all changes of one time."""
         for direction in self._changed:
             completion = direction.next_completion()
@@ -182,8 +182,8 @@ class SharedLinks:
         for message in direction.complete(self._clock.now):
             if self._on_carried is not None:
                 self._on_carried(message, is_sending)
-            message.directions -= 1
-            if not message.directions:
+            message.directions_left -= 1
+            if not message.directions_left:
                 self._end(message)
 
     def _end(self, message: MessageInFlight) -> None:

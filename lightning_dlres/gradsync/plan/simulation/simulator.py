@@ -180,7 +180,7 @@ class _Simulation:
                 ready, self._ready = self._ready, defaultdict(list)
                 for rank, transfers in ready.items():
                     self._rule.take(rank, transfers)
-            self._links.settle()
+            self._links.plan_completions()
         waiting = [rank for rank, count in enumerate(self._unfinished) if count]
         if waiting:
             raise RuntimeError(f"The simulated step deadlocks: ranks {waiting} have open units.")

@@ -111,10 +111,10 @@ CUT_ELSEWHERE = PipelinePlan(replicas=((0, 1),), split=(4, 1))
 THREE_STAGES = PipelinePlan(replicas=((0, 1, 2),), split=(1, 3, 1))
 
 
-def case(kind: str, used: str, adds: bool = True, **options: Any) -> Case:
+def case(kind: str, schedule: str, adds: bool = True, **options: Any) -> Case:
     return Case(
         lambda: LossByKind(kind, adds),
-        used=used,
+        expected_schedule=schedule,
         data=lambda: data(kind),
         options=options,
         trainer={"max_epochs": 1},

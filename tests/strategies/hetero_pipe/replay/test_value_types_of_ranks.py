@@ -137,12 +137,12 @@ class ChangesMetric(Classifier):
 
 
 CASES = {
-    "containers": Case(ReplacesContainers, used="gpipe"),
+    "containers": Case(ReplacesContainers, expected_schedule="gpipe"),
     "containers, gpipe": Case(ReplacesContainers, "gpipe"),
     "types": Case(ChangesTypes, "gpipe"),
-    "objects": Case(KeepsObjects, used="gpipe"),
+    "objects": Case(KeepsObjects, expected_schedule="gpipe"),
     "objects, gpipe": Case(KeepsObjects, "gpipe"),
-    "metric": Case(ChangesMetric, used="1f1b"),
+    "metric": Case(ChangesMetric, expected_schedule="1f1b"),
     "metric, gpipe": Case(ChangesMetric, "gpipe"),
 }
 
