@@ -16,8 +16,8 @@ def span(name: str, category: str, start: float, end: float, **args: str | int) 
     return Span(name, category, round(start * 1e9), round(end * 1e9), "main", args)
 
 
-def empty(replicas: Sequence[Sequence[int]]) -> Spans:
-    """Return no spans for each rank."""
+def no_spans(replicas: Sequence[Sequence[int]]) -> Spans:
+    """Return an empty list of spans for each rank."""
     return {rank: [] for replica in replicas for rank in replica}
 
 
@@ -30,9 +30,9 @@ def add_step(
     start: float,
     end: float,
 ) -> None:
-    """Add a step in which every rank is from `start` to `end`, in seconds.
+    """Add a step of every rank, from `start` to `end` in seconds.
 
-    The step of batch b is the pass 2b + 1, so that other passes can be added before it.
+    The step of batch b is the pass 2b + 1, so that a test can add another pass before it.
     """
     for rank_spans in spans.values():
         rank_spans.append(span("step", "step", start, end, batch=batch))
@@ -48,28 +48,46 @@ def add_pass(
     start: float,
 ) -> None:
     """Add the activities of a timeline as the pass `number` through the pipeline."""
-    for a in timeline.activities:
-        rank = replicas[a.replica][a.stage]
-        begin, end = start + a.start, start + a.end
-        own = share(microbatches, len(replicas), a.replica)
-        microbatch = own[a.microbatch] if a.microbatch >= 0 else -1
-        if a.name == "sync":
+    for activity in timeline.activities:
+        rank = replicas[activity.replica][activity.stage]
+        begin, end = start + activity.start, start + activity.end
+        own = share(microbatches, len(replicas), activity.replica)
+        microbatch = own[activity.microbatch] if activity.microbatch >= 0 else -1
+        if activity.name == "sync":
             spans[rank].append(span("all-reduce", "sync", begin, end, stages="(0,)", nbytes=1))
-        elif a.name in ("activation", "gradient"):
-            peer = replicas[a.replica][a.stage + (1 if a.name == "activation" else -1)]
+        elif activity.name in ("activation", "gradient"):
+            peer = replicas[activity.replica][
+                activity.stage + (1 if activity.name == "activation" else -1)
+            ]
             key = str((microbatch, number))
-            send = span(f"send {a.name}", "transfer", begin, end, key=key, peer=peer)
+            send = span(f"send {activity.name}", "transfer", begin, end, key=key, peer=peer)
             spans[rank].append(send)
-            spans[peer].append(span(f"receive {a.name}", "transfer", begin, end, peer=rank))
+            spans[peer].append(span(f"receive {activity.name}", "transfer", begin, end, peer=rank))
         else:
-            args = {"stage": a.stage, "microbatch": microbatch}
-            spans[rank].append(span(a.name, "compute", begin, end, **args))
+            args = {"stage": activity.stage, "microbatch": microbatch}
+            spans[rank].append(span(activity.name, "compute", begin, end, **args))
 
 
 def rounded(timeline: Timeline, start: float = 0.0) -> list[Activity]:
     """Return a timeline's activities in a fixed order, with times rounded to microseconds."""
     activities = [
-        Activity(a.name, a.replica, a.stage, a.microbatch, round(a.start, 6), round(a.end, 6))
-        for a in timeline.activities
+        Activity(
+            activity.name,
+            activity.replica,
+            activity.stage,
+            activity.microbatch,
+            round(activity.start, 6),
+            round(activity.end, 6),
+        )
+        for activity in timeline.activities
     ]
-    return sorted(activities, key=lambda a: (a.name, a.replica, a.stage, a.microbatch, a.start))
+    return sorted(
+        activities,
+        key=lambda activity: (
+            activity.name,
+            activity.replica,
+            activity.stage,
+            activity.microbatch,
+            activity.start,
+        ),
+    )

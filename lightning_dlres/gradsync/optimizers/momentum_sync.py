@@ -30,12 +30,7 @@ from lightning_dlres.gradsync.execute.session import (
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
-from lightning_dlres.gradsync.plan.plan import (
-    RAW,
-    CodecChoice,
-    choices_by_size,
-    make_plan,
-)
+from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, choices_by_size, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
 from lightning_dlres.kernels.gradients.layout import BLOCK
 
@@ -221,7 +216,7 @@ class MomentumSync:
         if self._session is not None:
             self._session.synchroniser.run(self._step, momenta)
             return
-        # A single rank sends nothing, and owes what the ranks of an earlier run have not sent.
+        # A single rank sends nothing. Add what the ranks of an earlier run have not sent.
         saved, self._saved = self._saved, []
         if saved:
             for name, momentum in momenta.items():
@@ -272,8 +267,8 @@ class MomentumSync:
         """
         try:
             if self._session is not None and self.failure is None:
-                # The last messages of other ranks may still need the coordinator, or pass this
-                # rank.
+                # Other ranks may not have finished: their last messages may need the coordinator
+                # or go through this rank.
                 self.agree(True)
         finally:
             self._end_session()

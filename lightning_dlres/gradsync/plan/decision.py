@@ -113,7 +113,10 @@ class SyncDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         parts = [render("Gradient synchronisation: contenders", columns, rows)]
         if self.choices:
             counts = Counter((choice.codec, choice.partitions) for choice in self.choices)
-            choices = [[codec, size, number] for (codec, size), number in sorted(counts.items())]
+            choices = [
+                [codec, partitions, gradients]
+                for (codec, partitions), gradients in sorted(counts.items())
+            ]
             parts.append(render("Choices", ["codec", "partitions", "gradients"], choices))
         return "\n\n".join([*parts, *self._cost_tables()])
 

@@ -16,8 +16,8 @@ def link_shares(bandwidths: Sequence[float]) -> tuple[list[float], float]:
     """Return each rank's share of the gradient, and the slowest link's time for one byte of it.
 
     The shares minimise that time. All links take equally long, unless the slowest one takes longer
-    even with the share 0. The other shares are then proportional to the bytes that each link could
-    carry besides in that time.
+    even with the share 0. The other shares are then proportional to the bytes that each link can
+    carry in that time beyond its own gradient.
 
     Args:
         bandwidths: Bytes per second of each rank's link, in each direction.
@@ -35,8 +35,8 @@ def link_shares(bandwidths: Sequence[float]) -> tuple[list[float], float]:
     if ranks == 2:
         # Both directions of both links carry S bytes, whoever owns what.
         return [0.5, 0.5], 1 / min(bandwidths)
-    # The link of rank r takes (1 + (N - 2) s) / bandwidth. For a time t, it can own
-    # (t * bandwidth - 1) / (N - 2), and all of them together must own 1.
+    # With a share f = s / S, the link of a rank takes (1 + (N - 2) f) / bandwidth for each byte of
+    # the gradient. In a time t it can own f = (t * bandwidth - 1) / (N - 2). All shares sum to 1.
     least = 1 / min(bandwidths)
     time = max(least, (2 * ranks - 2) / sum(bandwidths))
     # Rounding may take the share of the slowest rank below 0.

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.gradsync.plan.costs import CodecCosts
 from lightning_dlres.gradsync.plan.plan import RAW
-from lightning_dlres.gradsync.profile.fit import line
+from lightning_dlres.gradsync.profile.linear_fit import linear_cost
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 
 # Elements of the small unit, whose time is mostly the fixed time.
@@ -71,7 +71,7 @@ def measure_codecs(
     slowest = messages.slowest(own)
     middle = len(slowest) // 2
     lines = [
-        line((counts[0], small), (counts[1], large))
+        linear_cost((counts[0], small), (counts[1], large))
         for small, large in zip(slowest[:middle], slowest[middle:], strict=True)
     ]
     return {

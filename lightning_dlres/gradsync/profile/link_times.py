@@ -3,7 +3,8 @@
 All ranks send at the same time, each to a rank at the same distance from it. So every link carries
 one message in each direction, as in a planned transmission. A transfer between two ranks moves at
 the speed of the slower link. The largest speed of a rank over several distances is therefore taken
-for its link. In the end, all ranks send to all others at once.
+for its link. At last, all ranks send to all others at once, which shows how much bandwidth is lost
+when several ranks send to the same one.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ _SMALL_BYTES, _BATCH_BYTES = 512, 8 << 10
 _BATCH = 10
 # Batches of messages. The fastest one counts: other processes can only lengthen it.
 _BATCHES = 5
-# Bytes of the first and of the largest message for the bandwidth. The first one is larger than what
-# a limiter of a shaped link lets pass at once.
+# Bytes of the first and of the largest message for the bandwidth. The first one is larger than the
+# burst that the token bucket of a shaped link lets pass at once.
 _FIRST_BYTES, _LARGEST_BYTES = 256 << 10, 8 << 20
-# Seconds of a message from which its time says enough about the bandwidth.
+# A message of this many seconds is large enough to measure the bandwidth.
 _ENOUGH_SECONDS = 0.05
-# Distances between ranks that are tried, at most.
+# Largest number of distances between ranks that are tried.
 _MOST_DISTANCES = 8
-# Messages at each distance, at most.
-_MOST_TIMES = 3
+# Largest number of exchanges at each distance.
+_MOST_REPEATS = 3
 # Messages of each rank to each other one while all send at once, and the least bytes of one.
 _INCAST_MESSAGES, _LEAST_INCAST_BYTES = 8, 4 << 10
 # Rounds of these messages. Packets get lost only after a while, so rounds must not be short.
@@ -52,8 +53,9 @@ def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
         return LinkCosts(message_seconds=0.0, bandwidths=(1e12,))
     latency = _latency(messages)
     bandwidths = _bandwidths(messages, latency, seconds)
-    # Small messages leave from the calling thread, others pass a thread, which takes longer. The
-    # bytes of a batch may pass a limiter of a shaped link at once, so both are tried.
+    # The calling thread sends small messages itself, and hands larger ones to a thread, which takes
+    # longer. The token bucket of a shaped link may let a whole batch pass at once, which makes the
+    # time of the larger ones too short. The longer time counts.
     message_seconds = max(
         _message_seconds(messages, _SMALL_BYTES),
         _message_seconds(messages, _BATCH_BYTES) - _BATCH_BYTES / min(bandwidths),
@@ -67,7 +69,7 @@ def measure_links(messages: ProbeMessages, *, seconds: float) -> LinkCosts:
 
 
 def _latency(messages: ProbeMessages) -> float:
-    """Return the seconds of a small message that is waited for, on the slowest link."""
+    """Return the seconds until a small message has arrived, on the slowest link."""
     small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
     following, previous = _at_distance(messages, 1)
     messages.gather([])
@@ -81,7 +83,7 @@ def _latency(messages: ProbeMessages) -> float:
 
 
 def _message_seconds(messages: ProbeMessages, nbytes: int) -> float:
-    """Return the seconds of one of many messages, on the slowest link."""
+    """Return the seconds per message of a batch, on the slowest link."""
     payload = torch.zeros(nbytes, dtype=torch.uint8)
     following, previous = _at_distance(messages, 1)
     seconds = []
@@ -105,17 +107,17 @@ def _bandwidths(messages: ProbeMessages, latency: float, budget: float) -> tuple
         fastest, slowest = _extremes(messages, _exchange(messages, 1, nbytes, latency))
     distances = list(range(1, messages.ranks))[:_MOST_DISTANCES]
     rounds = max(1, int(budget / (2 * slowest)))
-    times = max(1, min(rounds // len(distances), _MOST_TIMES))
+    repeats = max(1, min(rounds // len(distances), _MOST_REPEATS))
     bandwidths = [0.0] * messages.ranks
     # With little time, only the first distances are tried.
     for distance in distances[:rounds]:
         speed = nbytes / statistics.median(
-            _exchange(messages, distance, nbytes, latency) for _ in range(times)
+            _exchange(messages, distance, nbytes, latency) for _ in range(repeats)
         )
-        for rank, (received,) in enumerate(messages.gather([speed])):
-            # The transfer says as much about the sender's link as about the receiver's.
-            for end in (rank, (rank - distance) % messages.ranks):
-                bandwidths[end] = max(bandwidths[end], received)
+        for receiver, (measured,) in enumerate(messages.gather([speed])):
+            # Neither the sender's nor the receiver's link can be slower than the transfer.
+            for rank in (receiver, (receiver - distance) % messages.ranks):
+                bandwidths[rank] = max(bandwidths[rank], measured)
     return tuple(bandwidths)
 
 
@@ -154,9 +156,9 @@ def _incast_share(
 def _exchange(messages: ProbeMessages, distance: int, nbytes: int, latency: float) -> float:
     """Send two messages to the rank at a distance; return the seconds of one to this rank.
 
-    A limiter of a shaped link lets the first bytes pass at once, so the second message counts. Its
-    bytes may have come before this thread has received the first one. It is therefore not shorter
-    than the mean of both.
+    The token bucket of a shaped link lets the first bytes pass at once, so the second message
+    counts. Its bytes may have come before this thread has received the first one, so it counts as
+    at least the mean of both.
     """
     destination, source = _at_distance(messages, distance)
     messages.gather([])

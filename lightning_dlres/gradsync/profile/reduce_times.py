@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_dlres.core.comm.collectives import wait_for_collective
 from lightning_dlres.gradsync.plan.costs import LinearCost
-from lightning_dlres.gradsync.profile.fit import line
+from lightning_dlres.gradsync.profile.linear_fit import linear_cost
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 
 # Bytes of the small all-reduce, and of the first large one.
@@ -40,7 +40,7 @@ def measure_all_reduce(
     while large < _ENOUGH_SECONDS and 4 * nbytes <= most_bytes:
         nbytes *= 4
         large = _seconds(messages, device, nbytes, seconds)
-    return line((_SMALL_BYTES, small), (nbytes, large))
+    return linear_cost((_SMALL_BYTES, small), (nbytes, large))
 
 
 def _seconds(messages: ProbeMessages, device: torch.device, nbytes: int, budget: float) -> float:

@@ -1,6 +1,6 @@
-"""Uniform quantisation to signed levels. A payload has scales as float32, then the codes.
+"""Uniform quantisation to signed levels. A payload has steps as float32, then the codes.
 
-A scale is the distance of two levels: of each block, or of the whole gradient. The scale of values
+A step is the distance of two levels: of each block, or of the whole gradient. The step of values
 that are not finite is NaN, which makes all of them NaN. Codes are two's complement numbers of 2, 4
 or 8 bits, packed as in `layout`.
 """
@@ -28,7 +28,7 @@ def payload_bytes(count: int, bits: int, *, per_block: bool = True) -> int:
 def encode_nearest(
     gradient: Tensor, residual: Tensor, payload: Tensor, scale: float, bits: int
 ) -> None:
-    """Write a payload with a scale per block, rounded to nearest, and update the residual.
+    """Write a payload with a step per block, rounded to nearest, and update the residual.
 
     Args:
         gradient: float32[n], contiguous.
@@ -38,11 +38,11 @@ def encode_nearest(
         bits: 4 or 8.
     """
     count = gradient.numel()
-    scales, codes = _parts(payload, blocks(count))
+    steps, codes = _parts(payload, blocks(count))
     if gradient.is_cuda:
         from lightning_dlres.kernels.gradients import levels_cuda
 
-        levels_cuda.encode_nearest(gradient, residual, scales, codes, scale, bits)
+        levels_cuda.encode_nearest(gradient, residual, steps, codes, scale, bits)
         return
     from lightning_dlres.kernels.gradients import levels_cpu
 
@@ -51,7 +51,7 @@ def encode_nearest(
         count,
         bits,
         elements=[float_array(gradient), float_array(residual)],
-        per_block=[float_array(scales)],
+        per_block=[float_array(steps)],
         codes=word_array(codes),
         options=[scale, bits],
     )
@@ -75,28 +75,29 @@ def encode_stochastic(
         bits: 2, 4 or 8.
         seed: Seed of the random numbers.
         step: float32[1]: distance of two levels of the whole gradient, after multiplication by
-            `scale`. None: a scale per block, by its largest magnitude.
+            `scale`. None: a step per block, by its largest magnitude.
     """
     count = gradient.numel()
-    scales, codes = _parts(payload, blocks(count) if step is None else 1)
+    steps, codes = _parts(payload, blocks(count) if step is None else 1)
     if step is not None:
-        scales.copy_(step)
+        steps.copy_(step)
     if gradient.is_cuda:
         from lightning_dlres.kernels.gradients import levels_cuda
 
-        levels_cuda.encode_stochastic(gradient, scales, codes, scale, bits, seed, step is None)
+        levels_cuda.encode_stochastic(gradient, steps, codes, scale, bits, seed, step is None)
         return
     from lightning_dlres.kernels.gradients import levels_cpu
 
-    steps = float_array(scales)
+    step_array = float_array(steps)
     run(
         levels_cpu.encode_stochastic,
         count,
         bits,
         elements=[float_array(gradient)],
         per_block=[
+            # The random numbers of an element depend on the number of its block.
             block_numbers(count),
-            steps if step is None else steps.repeat(blocks(count)),
+            step_array if step is None else step_array.repeat(blocks(count)),
         ],
         codes=word_array(codes),
         options=[scale, bits, seed & 0xFFFFFFFF, step is None],
@@ -114,25 +115,25 @@ def decode(
 ) -> None:
     """Write or add the decoded values; see `threshold.decode`."""
     count = out.numel()
-    scales, codes = _parts(payload, blocks(count) if per_block else 1)
+    steps, codes = _parts(payload, blocks(count) if per_block else 1)
     if out.is_cuda:
         from lightning_dlres.kernels.gradients import levels_cuda
 
-        levels_cuda.decode(out, scales, codes, scale, bits, accumulate)
+        levels_cuda.decode(out, steps, codes, scale, bits, accumulate)
         return
     from lightning_dlres.kernels.gradients import levels_cpu
 
-    steps = float_array(scales)
+    step_array = float_array(steps)
     run(
         levels_cpu.decode,
         count,
         bits,
         elements=[float_array(out)],
-        per_block=[steps if per_block else steps.repeat(blocks(count))],
+        per_block=[step_array if per_block else step_array.repeat(blocks(count))],
         codes=word_array(codes),
         options=[scale, bits, accumulate],
     )
 
 
-def _parts(payload: Tensor, scales: int) -> tuple[Tensor, Tensor]:
-    return payload[: 4 * scales].view(torch.float32), payload[4 * scales :]
+def _parts(payload: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    return payload[: 4 * steps].view(torch.float32), payload[4 * steps :]

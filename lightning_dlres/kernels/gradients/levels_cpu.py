@@ -106,14 +106,14 @@ _block_encoder = subroutine(_encode_block, nogil=True)
     nogil=True,
 )
 def encode_nearest(
-    gradient: Any, residual: Any, scales: Any, words: Any, scale: Any, bits: Any
+    gradient: Any, residual: Any, steps: Any, words: Any, scale: Any, bits: Any
 ) -> None:
     """Encode whole blocks, rounding to the nearest level; the residual is updated in place.
 
     Args:
         gradient: float32[n].
         residual: float32[n], updated in place.
-        scales: float32[blocks(n)]: receives the distance of two levels of each block.
+        steps: float32[blocks(n)]: receives the distance of two levels of each block.
         words: uint32[words(n, bits)].
         scale: Power of two by which the gradient is multiplied.
         bits: Bits of a code: 4 or 8.
@@ -121,7 +121,7 @@ def encode_nearest(
     lanes = np.empty(_LANES, np.float32)
     size = BLOCK * bits // 32
     top = float32((1 << (bits - 1)) - 1)
-    for block in range(scales.size):
+    for block in range(steps.size):
         first, word = block * BLOCK, block * size
         values, errors = gradient[first : first + BLOCK], residual[first : first + BLOCK]
         lanes[:] = 0
@@ -131,7 +131,7 @@ def encode_nearest(
                 value = values[start + i] * scale + errors[start + i]
                 lanes[i] = _maximum(abs(value), lanes[i])
         step = _step(lanes, top)
-        scales[block] = step
+        steps[block] = step
         _block_encoder(values, errors, words[word : word + size], scale, step, top, bits)
 
 
@@ -179,7 +179,7 @@ _stochastic_block_encoder = subroutine(_encode_block_stochastic, nogil=True)
 def encode_stochastic(
     gradient: Any,
     numbers: Any,
-    scales: Any,
+    steps: Any,
     words: Any,
     scale: Any,
     bits: Any,
@@ -192,19 +192,19 @@ def encode_stochastic(
         gradient: float32[n].
         numbers: int64[blocks(n)]: number of each block in the unit, so that the random numbers do
             not depend on the split.
-        scales: float32[blocks(n)]: distance of two levels of each block. Values beyond the highest
+        steps: float32[blocks(n)]: distance of two levels of each block. Values beyond the highest
             level are clipped.
         words: uint32[words(n, bits)].
         scale: Power of two by which the gradient is multiplied.
         bits: Bits of a code: 2, 4 or 8.
         seed: Seed of the random numbers.
-        per_block: Set the scales, by the largest magnitude of each block.
+        per_block: Set the steps, by the largest magnitude of each block.
     """
     lanes = np.empty(_LANES, np.float32)
     size = BLOCK * bits // 32
     top = float32((1 << (bits - 1)) - 1)
     mixed_seed = _mixed(uint32(seed))
-    for block in range(scales.size):
+    for block in range(steps.size):
         values = gradient[block * BLOCK : block * BLOCK + BLOCK]
         if per_block:
             lanes[:] = 0
@@ -212,12 +212,12 @@ def encode_stochastic(
                 size_of_part = min(_LANES, values.size - start)
                 for i in range(size_of_part):
                     lanes[i] = _maximum(abs(values[start + i] * scale), lanes[i])
-            scales[block] = _step(lanes, top)
+            steps[block] = _step(lanes, top)
         _stochastic_block_encoder(
             values,
             words[block * size : block * size + size],
             scale,
-            scales[block],
+            steps[block],
             top,
             bits,
             numbers[block] * BLOCK,
@@ -251,23 +251,23 @@ _block_decoder = subroutine(_decode_block, nogil=True)
     ),
     nogil=True,
 )
-def decode(out: Any, scales: Any, words: Any, scale: Any, bits: Any, accumulate: Any) -> None:
+def decode(out: Any, steps: Any, words: Any, scale: Any, bits: Any, accumulate: Any) -> None:
     """Decode whole blocks; the last one may be shorter.
 
     Args:
         out: float32[n].
-        scales: float32[blocks(n)]: distance of two levels of each block.
+        steps: float32[blocks(n)]: distance of two levels of each block.
         words: uint32[words(n, bits)].
         scale: Factor of the decoded values.
         bits: Bits of a code: 2, 4 or 8.
         accumulate: Add to `out` instead of replacing it.
     """
     size = BLOCK * bits // 32
-    for block in range(scales.size):
+    for block in range(steps.size):
         _block_decoder(
             words[block * size : block * size + size],
             out[block * BLOCK : block * BLOCK + BLOCK],
-            scales[block] * scale,
+            steps[block] * scale,
             bits,
             accumulate,
         )

@@ -33,44 +33,44 @@ _mixed = device_function(mixed_bits)
 
 
 def encode_nearest(
-    gradient: Tensor, residual: Tensor, scales: Tensor, codes: Tensor, scale: float, bits: int
+    gradient: Tensor, residual: Tensor, steps: Tensor, codes: Tensor, scale: float, bits: int
 ) -> None:
-    """Write the scales and the codes of a payload; see `levels.encode_nearest`."""
+    """Write the steps and the codes of a payload; see `levels.encode_nearest`."""
     count = gradient.numel()
     if count:
-        arrays = gradient, residual, scales, codes.view(torch.uint32)
+        arrays = gradient, residual, steps, codes.view(torch.uint32)
         launch(kernels(bits).nearest, blocks(count), THREADS, *arrays, np.float32(scale))
 
 
 def encode_stochastic(
     gradient: Tensor,
-    scales: Tensor,
+    steps: Tensor,
     codes: Tensor,
     scale: float,
     bits: int,
     seed: int,
     per_block: bool,
 ) -> None:
-    """Write the codes of a payload, and its scales if there is one `per_block`.
+    """Write the codes of a payload, and its steps if there is one `per_block`.
 
     See `levels.encode_stochastic`.
     """
     count = gradient.numel()
     if count:
         kernel = kernels(bits).stochastic if per_block else kernels(bits).stochastic_with_step
-        arrays = gradient, scales, codes.view(torch.uint32)
+        arrays = gradient, steps, codes.view(torch.uint32)
         options = np.float32(scale), np.uint32(seed & 0xFFFFFFFF)
         launch(kernel, blocks(count), THREADS, *arrays, *options)
 
 
 def decode(
-    out: Tensor, scales: Tensor, codes: Tensor, scale: float, bits: int, accumulate: bool
+    out: Tensor, steps: Tensor, codes: Tensor, scale: float, bits: int, accumulate: bool
 ) -> None:
     """Write or add the decoded values; see `levels.decode`.
 
     Args:
         out: float32[n].
-        scales: float32[blocks(n)] or float32[1].
+        steps: float32[blocks(n)] or float32[1].
         codes: uint8[4 * words(n, bits)].
         scale: Factor of the decoded values.
         bits: Bits of a code.
@@ -80,17 +80,17 @@ def decode(
     if count:
         options = np.float32(scale), np.bool_(accumulate)
         words = codes.view(torch.uint32)
-        launch(kernels(bits).decode, blocks(count), THREADS, out, scales, words, *options)
+        launch(kernels(bits).decode, blocks(count), THREADS, out, steps, words, *options)
 
 
 class LevelKernels(NamedTuple):
     """Kernels of one width of codes, compiled or as plain functions.
 
     Attributes:
-        nearest: Takes (gradient, residual, scales, words, scale).
-        stochastic: Takes (gradient, scales, words, scale, seed), and writes a scale per block.
-        stochastic_with_step: Takes the same arguments, and reads `scales[0]`.
-        decode: Takes (out, scales, words, scale, accumulate).
+        nearest: Takes (gradient, residual, steps, words, scale).
+        stochastic: Takes (gradient, steps, words, scale, seed), and writes a step per block.
+        stochastic_with_step: Takes the same arguments, and reads `steps[0]`.
+        decode: Takes (out, steps, words, scale, accumulate).
     """
 
     nearest: Any
@@ -138,7 +138,7 @@ def bodies(bits: int) -> LevelKernels:
     words_of_block, words_of_thread = BLOCK // planes, _PER_THREAD // planes
     top, mask = float32((1 << (bits - 1)) - 1), int32((1 << bits) - 1)
 
-    def nearest(gradient: Any, residual: Any, scales: Any, words: Any, scale: Any) -> None:
+    def nearest(gradient: Any, residual: Any, steps: Any, words: Any, scale: Any) -> None:
         lanes = cuda.shared.array((1, THREADS), float32)
         values = cuda.local.array(_PER_THREAD, float32)
         lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
@@ -160,7 +160,7 @@ def bodies(bits: int) -> LevelKernels:
         step = _step_of_block(largest, top, lanes, lane)
         inverse = _inverse(step)
         if lane == 0:
-            scales[cuda.blockIdx.x] = step
+            steps[cuda.blockIdx.x] = step
         for w in range(words_of_thread):
             number = w * THREADS + lane
             if number < count:
@@ -180,7 +180,7 @@ def bodies(bits: int) -> LevelKernels:
                 words[cuda.blockIdx.x * words_of_block + number] = word
 
     def stochastic_encoder(per_block: bool) -> Any:
-        def stochastic(gradient: Any, scales: Any, words: Any, scale: Any, seed: Any) -> None:
+        def stochastic(gradient: Any, steps: Any, words: Any, scale: Any, seed: Any) -> None:
             lanes = cuda.shared.array((1, THREADS), float32)
             values = cuda.local.array(_PER_THREAD, float32)
             lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
@@ -200,9 +200,9 @@ def bodies(bits: int) -> LevelKernels:
             if per_block:
                 step = _step_of_block(largest, top, lanes, lane)
                 if lane == 0:
-                    scales[cuda.blockIdx.x] = step
+                    steps[cuda.blockIdx.x] = step
             else:
-                step = scales[0]
+                step = steps[0]
             inverse, mixed_seed = _inverse(step), _mixed(uint32(seed))
             for w in range(words_of_thread):
                 number = w * THREADS + lane
@@ -228,12 +228,12 @@ def bodies(bits: int) -> LevelKernels:
 
         return stochastic
 
-    def decoder(out: Any, scales: Any, words: Any, scale: Any, accumulate: Any) -> None:
+    def decoder(out: Any, steps: Any, words: Any, scale: Any, accumulate: Any) -> None:
         values = cuda.local.array(planes, float32)
         lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
         size = min(out.size - first, BLOCK)
         count = (size + planes - 1) // planes
-        step = multiply(scales[min(cuda.blockIdx.x, scales.size - 1)], scale)
+        step = multiply(steps[min(cuda.blockIdx.x, steps.size - 1)], scale)
         for w in range(words_of_thread):
             number = w * THREADS + lane
             if number < count:

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class Sent:
+class SentValue:
     """Bytes of one value, on the GPU, in a tier, or in flight."""
 
     value: int
@@ -39,8 +39,15 @@ class Sent:
 
 
 @dataclass
-class World:
-    """GPU, copier and tier with few places."""
+class CopierSetup:
+    """Modelled GPU, its copier, and a tier that holds few values.
+
+    Attributes:
+        gpu: Model of the GPU.
+        tier: Host memory.
+        copier: Copier between both.
+        wrong: Reads that got other bytes than were written.
+    """
 
     gpu: FakeGpu
     tier: SlabTier
@@ -56,45 +63,45 @@ class World:
         address, expected = tensor.data_ptr(), bytes([value]) * SIZE
 
         def kernel() -> None:
-            found = ctypes.string_at(address, SIZE)
-            if found != expected:
-                self.wrong.append(f"read {found[0]} to {found[-1]}, expected {value}")
+            actual = ctypes.string_at(address, SIZE)
+            if actual != expected:
+                self.wrong.append(f"read {actual[0]} to {actual[-1]}, expected {value}")
 
         self.gpu.launch(kernel)
 
-    def send(self, value: int) -> Sent | None:
+    def send(self, value: int) -> SentValue | None:
         allocation = self.tier.allocate(SIZE)
         if allocation is None:
             return None
         here = self.gpu.empty(SIZE)
         self.fill(here, value)
-        return Sent(value, allocation, here, self.copier.to_tier(here, allocation.data))
+        return SentValue(value, allocation, here, self.copier.to_tier(here, allocation.data))
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
-    def made(choose: Callable[[int], int] = latest, places: int = 4) -> World:
-        return world(choose, places, monkeypatch)
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CopierSetup]:
+    def made(choose: Callable[[int], int] = latest, places: int = 4) -> CopierSetup:
+        return new_setup(choose, places, monkeypatch)
 
     return made
 
 
-def world(choose: Callable[[int], int], places: int, patch: pytest.MonkeyPatch) -> World:
+def new_setup(choose: Callable[[int], int], places: int, patch: pytest.MonkeyPatch) -> CopierSetup:
     gpu = FakeGpu(choose)
     patch.setattr("lightning_dlres.core.host.slab._pin", gpu.pin)
-    return World(gpu, tiers.SlabTier(places * SIZE, None, pinned=True), StreamCopier(gpu))
+    return CopierSetup(gpu, tiers.SlabTier(places * SIZE, None, pinned=True), StreamCopier(gpu))
 
 
 class Program:
     """Random work of an engine."""
 
-    def __init__(self, world: World, chance: random.Random) -> None:
-        self.world, self.chance = world, chance
-        self.known: list[Sent] = []
-        self.side = world.gpu.new_stream()
+    def __init__(self, setup: CopierSetup, chance: random.Random) -> None:
+        self.setup, self.chance = setup, chance
+        self.known: list[SentValue] = []
+        self.side = setup.gpu.new_stream()
 
     def run(self, steps: int) -> None:
-        gpu = self.world.gpu
+        gpu = self.setup.gpu
         home = gpu.current_stream()
         actions = [self.send, self.wait_offloaded, self.fetch, self.use, self.forget, self.compute]
         for number in range(steps):
@@ -110,7 +117,7 @@ class Program:
             gpu.run_some()
         if self.chance.random() < 0.5:
             self.known.clear()
-        self.world.copier.synchronize()
+        self.setup.copier.synchronize()
         gpu.drain()
         for sent in self.known:
             if sent.here is None:
@@ -118,7 +125,7 @@ class Program:
         self.known.clear()
 
     def send(self, number: int) -> None:
-        sent = self.world.send(number % 199 + 1)
+        sent = self.setup.send(number % 199 + 1)
         if sent is not None:
             self.known.append(sent)
 
@@ -131,16 +138,16 @@ class Program:
     def fetch(self, number: int) -> None:
         for sent in self._some():
             if sent.here is None and sent.arriving is None:
-                sent.arriving = self.world.copier.to_device(sent.allocation.data, CPU)
+                sent.arriving = self.setup.copier.to_device(sent.allocation.data, CPU)
 
     def use(self, number: int) -> None:
         for sent in self._some():
             if sent.here is not None:
-                self.world.check(sent.here, sent.value)
+                self.setup.check(sent.here, sent.value)
             elif sent.arriving is not None:
-                data, ticket = sent.arriving
-                ticket.wait()
-                self.world.check(data, sent.value)
+                data, pending_copy = sent.arriving
+                pending_copy.wait()
+                self.setup.check(data, sent.value)
                 self.known.remove(sent)
 
     def forget(self, number: int) -> None:
@@ -150,11 +157,11 @@ class Program:
 
     def compute(self, number: int) -> None:
         for value in range(200, 203):
-            data = self.world.gpu.empty(SIZE)
-            self.world.fill(data, value)
-            self.world.check(data, value)
+            data = self.setup.gpu.empty(SIZE)
+            self.setup.fill(data, value)
+            self.setup.check(data, value)
 
-    def _some(self) -> list[Sent]:
+    def _some(self) -> list[SentValue]:
         return [sent for sent in self.known if self.chance.random() < 0.4]
 
 
@@ -164,154 +171,161 @@ def test_bytes_are_right_in_every_order_of_work(seed: int, order: str) -> None:
     chance = random.Random(seed)
     choose = {"latest": latest, "soonest": soonest}.get(order, lambda n: chance.randint(0, n))
     with pytest.MonkeyPatch.context() as patch:
-        place = world(choose, 4, patch)
-        Program(place, chance).run(60)
-    assert place.wrong == []
-    assert place.gpu.faults == []
+        setup = new_setup(choose, 4, patch)
+        Program(setup, chance).run(60)
+    assert setup.wrong == []
+    assert setup.gpu.faults == []
 
 
 def test_offloaded_memory_is_free_while_later_copies_are_in_flight(
-    make: Callable[..., World],
+    make: Callable[..., CopierSetup],
 ) -> None:
-    place = make()
-    first, second = place.send(1), place.send(2)
+    setup = make()
+    first, second = setup.send(1), setup.send(2)
     assert first is not None
     assert second is not None
     assert first.leaving is not None
     first.leaving.wait()
     first.here = None
     # The memory is free in stream order, so its next owner does not wait for the second copy.
-    assert place.gpu.unready == 0
-    again = place.gpu.empty(SIZE)
-    place.fill(again, 9)
-    place.gpu.reach(place.gpu.current_stream().record_event())
+    assert setup.gpu.unready == 0
+    again = setup.gpu.empty(SIZE)
+    setup.fill(again, 9)
+    setup.gpu.reach(setup.gpu.current_stream().record_event())
     assert set(again.tolist()) == {9}
-    place.gpu.drain()
+    setup.gpu.drain()
     assert set(first.allocation.data.tolist()) == {1}
     assert set(second.allocation.data.tolist()) == {2}
 
 
-def test_a_copy_without_a_wait_releases_its_memory_when_done(make: Callable[..., World]) -> None:
-    place = make(soonest)
-    gone = place.send(1)
-    del gone
-    place.gpu.drain()
-    sent = place.send(2)
+def test_a_copy_without_a_wait_releases_its_memory_when_done(
+    make: Callable[..., CopierSetup],
+) -> None:
+    setup = make(soonest)
+    setup.send(1)
+    setup.gpu.drain()
+    sent = setup.send(2)
     assert sent is not None
-    assert len(place.copier._to_tier.copies) == 1
-    place.copier.synchronize()
-    assert len(place.copier._to_tier.copies) == 0
+    assert len(setup.copier._to_tier.copies) == 1
+    setup.copier.synchronize()
+    assert len(setup.copier._to_tier.copies) == 0
 
 
-def streams_of(place: World) -> tuple[FakeStream, FakeStream]:
+def streams_of(setup: CopierSetup) -> tuple[FakeStream, FakeStream]:
     """Return the streams of both directions."""
-    return place.gpu.streams[1], place.gpu.streams[2]
+    return setup.gpu.streams[1], setup.gpu.streams[2]
 
 
-def test_copies_wait_only_for_copies_of_the_same_bytes(make: Callable[..., World]) -> None:
-    place = make()
-    outward, backward = streams_of(place)
-    old = place.send(1)
+def test_copies_wait_only_for_copies_of_the_same_bytes(make: Callable[..., CopierSetup]) -> None:
+    setup = make()
+    outward, backward = streams_of(setup)
+    old = setup.send(1)
     assert old is not None
     assert old.leaving is not None
     old.leaving.wait()
     old.here = None
-    place.gpu.drain()
-    new = place.send(2)
-    old.arriving = place.copier.to_device(old.allocation.data, CPU)
+    setup.gpu.drain()
+    new = setup.send(2)
+    old.arriving = setup.copier.to_device(old.allocation.data, CPU)
     # A fetch does not wait for offloads of other bytes.
-    place.gpu.reach(backward.record_event())
+    setup.gpu.reach(backward.record_event())
     assert len(outward.queue) > 0
     assert set(old.arriving[0].tolist()) == {1}
-    place.gpu.drain()
-    place.copier.to_device(old.allocation.data, CPU)
-    newer = place.send(3)
+    setup.gpu.drain()
+    setup.copier.to_device(old.allocation.data, CPU)
+    newer = setup.send(3)
     assert new is not None
     assert newer is not None
-    place.gpu.reach(outward.record_event())
+    setup.gpu.reach(outward.record_event())
     assert len(backward.queue) > 0
 
 
-def test_tier_bytes_are_overwritten_only_after_they_were_read(make: Callable[..., World]) -> None:
-    place = make(places=1)
-    outward, _ = streams_of(place)
-    first = place.send(1)
+def test_tier_bytes_are_overwritten_only_after_they_were_read(
+    make: Callable[..., CopierSetup],
+) -> None:
+    setup = make(places=1)
+    outward, _ = streams_of(setup)
+    first = setup.send(1)
     assert first is not None
     assert first.leaving is not None
     first.leaving.wait()
     first.here = None
-    data, ticket = place.copier.to_device(first.allocation.data, CPU)
+    data, pending_copy = setup.copier.to_device(first.allocation.data, CPU)
     del first
-    second = place.send(2)
+    second = setup.send(2)
     assert second is not None
-    place.gpu.reach(outward.record_event())
-    ticket.wait()
-    place.check(data, 1)
-    place.gpu.drain()
-    assert place.wrong == []
+    setup.gpu.reach(outward.record_event())
+    pending_copy.wait()
+    setup.check(data, 1)
+    setup.gpu.drain()
+    assert setup.wrong == []
 
 
-def test_a_fetch_waits_for_the_offload_of_the_same_bytes(make: Callable[..., World]) -> None:
-    place = make()
-    sent = place.send(7)
+def test_a_fetch_waits_for_the_offload_of_the_same_bytes(make: Callable[..., CopierSetup]) -> None:
+    setup = make()
+    sent = setup.send(7)
     assert sent is not None
-    data, _ = place.copier.to_device(sent.allocation.data, CPU)
-    _, backward = streams_of(place)
-    place.gpu.reach(backward.record_event())
+    data, _ = setup.copier.to_device(sent.allocation.data, CPU)
+    _, backward = streams_of(setup)
+    setup.gpu.reach(backward.record_event())
     assert set(data.tolist()) == {7}
 
 
-def test_fetched_memory_stays_allocated_for_another_stream(make: Callable[..., World]) -> None:
-    place = make()
-    sent = place.send(7)
+def test_fetched_memory_stays_allocated_for_another_stream(
+    make: Callable[..., CopierSetup],
+) -> None:
+    setup = make()
+    sent = setup.send(7)
     assert sent is not None
-    data, ticket = place.copier.to_device(sent.allocation.data, CPU)
-    _, backward = streams_of(place)
-    side = place.gpu.new_stream()
-    with place.gpu.using(side):
-        ticket.wait()
-        place.check(data, 7)
-    place.gpu.reach(backward.record_event())
+    data, pending_copy = setup.copier.to_device(sent.allocation.data, CPU)
+    _, backward = streams_of(setup)
+    side = setup.gpu.new_stream()
+    with setup.gpu.using(side):
+        pending_copy.wait()
+        setup.check(data, 7)
+    setup.gpu.reach(backward.record_event())
     # The stream that allocated the memory continues at once, and allocates as many bytes.
-    del data, ticket
-    other = place.gpu.empty(SIZE)
-    place.fill(other, 8)
-    place.gpu.reach(place.gpu.current_stream().record_event())
-    place.gpu.drain()
-    assert place.wrong == []
+    del data, pending_copy
+    other = setup.gpu.empty(SIZE)
+    setup.fill(other, 8)
+    setup.gpu.reach(setup.gpu.current_stream().record_event())
+    setup.gpu.drain()
+    assert setup.wrong == []
     assert set(other.tolist()) == {8}
 
 
 def test_offloaded_memory_stays_for_the_copy_if_another_stream_waits(
-    make: Callable[..., World],
+    make: Callable[..., CopierSetup],
 ) -> None:
-    place = make()
-    sent = place.send(7)
+    setup = make()
+    sent = setup.send(7)
     assert sent is not None
     assert sent.leaving is not None
-    with place.gpu.using(place.gpu.new_stream()):
+    with setup.gpu.using(setup.gpu.new_stream()):
         sent.leaving.wait()
     sent.here = sent.leaving = None
-    other = place.gpu.empty(SIZE)
-    place.fill(other, 8)
-    place.gpu.reach(place.gpu.current_stream().record_event())
-    place.gpu.drain()
+    other = setup.gpu.empty(SIZE)
+    setup.fill(other, 8)
+    setup.gpu.reach(setup.gpu.current_stream().record_event())
+    setup.gpu.drain()
     assert set(sent.allocation.data.tolist()) == {7}
 
 
 @pytest.mark.parametrize("finishes", [True, False])
-def test_a_slab_stays_pinned_while_it_is_copied(make: Callable[..., World], finishes: bool) -> None:
-    place = make()
-    sent = place.send(1)
+def test_a_slab_stays_pinned_while_it_is_copied(
+    make: Callable[..., CopierSetup], finishes: bool
+) -> None:
+    setup = make()
+    sent = setup.send(1)
     del sent
-    place.tier = tiers.SlabTier(SIZE)
+    setup.tier = tiers.SlabTier(SIZE)
     gc.collect()
-    assert place.gpu.pinned > 0
+    assert setup.gpu.pinned > 0
     if finishes:
-        place.copier.synchronize()
+        setup.copier.synchronize()
     else:
         # The last reference to the copier is dropped.
-        place.copier = StreamCopier(place.gpu)
-    assert place.gpu.pinned == 0
-    place.gpu.drain()
-    assert place.gpu.faults == []
+        setup.copier = StreamCopier(setup.gpu)
+    assert setup.gpu.pinned == 0
+    setup.gpu.drain()
+    assert setup.gpu.faults == []

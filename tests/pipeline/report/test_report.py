@@ -15,7 +15,7 @@ from lightning_dlres.pipeline.profile.run_profile import StepCosts
 from lightning_dlres.pipeline.report.report import RunReport, run_report
 from lightning_dlres.pipeline.report.timeline import Measurement, measure
 from tests.support.pipeline_profiles import plain_cluster, plain_layers
-from tests.support.recorded_spans import add_step, empty
+from tests.support.recorded_spans import add_step, no_spans
 
 REPLICAS = ((1, 0),)
 SPLIT = (2, 2)
@@ -45,7 +45,7 @@ def steps(run_plan: PipelinePlan, count: int = 6, microbatches: int = 4) -> Meas
             replace(a, start=a.start * SLOWER, end=a.end * SLOWER) for a in timeline.activities
         ),
     )
-    spans, interval = empty(run_plan.replicas), timeline.step_seconds * SLOWER
+    spans, interval = no_spans(run_plan.replicas), timeline.step_seconds * SLOWER
     for batch in range(count):
         start = 3.0 + batch * interval
         add_step(

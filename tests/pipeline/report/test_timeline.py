@@ -19,7 +19,7 @@ from lightning_dlres.pipeline.report.timeline import (
 )
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import small_workload
-from tests.support.recorded_spans import Spans, add_pass, add_step, empty, rounded, span
+from tests.support.recorded_spans import Spans, add_pass, add_step, no_spans, rounded, span
 
 TWO = ((0, 1),)
 
@@ -42,7 +42,7 @@ def one_f_one_b(forward: float = 1.0, backward: float = 2.0, loss: bool = False)
 
 def steps_of(timelines: list[Timeline], interval: float = 12.0, first: int = 0) -> Spans:
     """Return the spans of one step for each timeline, `interval` seconds apart."""
-    spans = empty(TWO)
+    spans = no_spans(TWO)
     for index, timeline in enumerate(timelines):
         start = 100.0 + interval * index
         add_step(spans, TWO, timeline, 1, first + index, start, start + 11.0)
@@ -70,7 +70,7 @@ def test_spans_of_a_simulated_step_are_measured_as_that_step(
     # The simulator leaves out activities without duration. Passes are found by their activations,
     # so a run without these would have no gradients either.
     assume(stages == 1 or any(a.name == "activation" for a in timeline.activities))
-    spans = empty(workload.replicas)
+    spans = no_spans(workload.replicas)
     for batch in range(3):
         start = 50.0 + (timeline.step_seconds + 1.0) * batch
         end = start + timeline.step_seconds + 0.5
@@ -90,7 +90,7 @@ def test_spans_of_a_simulated_step_are_measured_as_that_step(
 
 
 def test_figures_are_medians_after_the_warm_up() -> None:
-    spans = empty(TWO)
+    spans = no_spans(TWO)
     start = 0.0
     for batch, length in enumerate([90.0, 50.0, 14.0, 10.0, 12.0, 11.0]):
         add_step(spans, TWO, one_f_one_b(), 1, batch, start, start + 9.9)
@@ -116,7 +116,7 @@ def test_steps_that_are_normally_left_out_count_if_there_are_no_others() -> None
     one = measured(steps_of([one_f_one_b()]))
     assert not one.is_steady
     assert one.step_seconds == pytest.approx(11.0), "until the last rank leaves the step"
-    assert measure(TWO, empty(TWO)) is None
+    assert measure(TWO, no_spans(TWO)) is None
     assert measure(TWO, {}) is None
 
 
@@ -213,7 +213,7 @@ def test_activities_number_the_microbatches_of_their_replica() -> None:
         ((2.0,), (2.0,)),
         (),
     )
-    spans = empty(replicas)
+    spans = no_spans(replicas)
     add_step(spans, replicas, timeline, 4, 7, 0.0, 3.0)
     assert {s.args.get("microbatch") for s in spans[0]} == {None, 2, 3}
     (step,) = measured_steps(replicas, spans)

@@ -80,19 +80,19 @@ def preempted(context: RankContext, directory: Path) -> dict[str, Any]:
         ended = type(error).__name__
     saved = directory / "hpc_ckpt_1.ckpt"
     state = torch.load(saved, weights_only=False)
-    after = trainer.global_step
-    until = {"max_epochs": -1, "max_steps": after}
-    plain = Case(Classifier, data=lambda: same, trainer=until)
-    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    steps = trainer.global_step
+    same_steps = {"max_epochs": -1, "max_steps": steps}
+    plain = Case(Classifier, data=lambda: same, trainer=same_steps)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
     resumed = Classifier()
-    trainer_for(None, **until).fit(resumed, same, ckpt_path=saved)
+    trainer_for(None, **same_steps).fit(resumed, same, ckpt_path=saved)
     return {
         "ended": ended,
-        "saved": state["global_step"],
-        "after": after,
-        "handler": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
-        "whole": _distance(whole, fit(None, plain).state),
-        "resumed": _distance(dict(resumed.state_dict()), whole),
+        "saved_steps": state["global_step"],
+        "steps": steps,
+        "handler_is_restored": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+        "distance_to_plain": _distance(weights, fit(None, plain).state),
+        "distance_of_resumed": _distance(dict(resumed.state_dict()), weights),
     }
 
 
@@ -108,25 +108,25 @@ def test_a_preempted_slurm_job_is_saved_and_requeued(pool: RankPool, tmp_path: P
     assert log.read_text().splitlines() == ["requeue 7"]
     assert first == second
     assert first["ended"] == "SIGTERMException"
-    assert 2 <= first["saved"] <= first["after"]
-    assert first["handler"]
-    assert first["whole"] < 1e-5
-    assert first["resumed"] < 1e-5
+    assert 2 <= first["saved_steps"] <= first["steps"]
+    assert first["handler_is_restored"]
+    assert first["distance_to_plain"] < 1e-5
+    assert first["distance_of_resumed"] < 1e-5
 
 
-def terminated(context: RankContext, what: str) -> str:
+def terminated(context: RankContext, entry_point: str) -> str:
     trainer = trainer_for(context, max_epochs=100_000, limit_train_batches=1.0)
     data = DataLoader(Endless(), batch_size=8)
     try:
-        getattr(trainer, what)(Signalled(1, signal.SIGTERM), data)
+        getattr(trainer, entry_point)(Signalled(1, signal.SIGTERM), data)
     except SystemExit as error:
         return type(error).__name__
     return "went on"
 
 
-@pytest.mark.parametrize("what", ["fit", "validate"])
-def test_sigterm_to_one_rank_ends_all(pool: RankPool, what: str) -> None:
-    assert pool.run(terminated, 2, what) == ["SIGTERMException"] * 2
+@pytest.mark.parametrize("entry_point", ["fit", "validate"])
+def test_sigterm_to_one_rank_ends_all(pool: RankPool, entry_point: str) -> None:
+    assert pool.run(terminated, 2, entry_point) == ["SIGTERMException"] * 2
 
 
 class Raises(Classifier):

@@ -112,7 +112,7 @@ class MadeOnMeta(Task):
 
 
 def fit_made_on_meta(context: RankContext, stages: int, path: str) -> Any:
-    """Train and save a model of which no rank ever holds the whole."""
+    """Train and save a model; no rank ever holds all of its parameters."""
     seed_everything(3, verbose=False)
     model = MadeOnMeta()
     strategy = strategy_for(context, stages=stages, schedule="gpipe")
@@ -165,7 +165,7 @@ class Stream(IterableDataset[Any]):
 
 
 def fit_stream(context: RankContext | None) -> Any:
-    """Train from a loader of unknown length, with fast_dev_run off."""
+    """Train from a loader of unknown length."""
     seed_everything(3, verbose=False)
     task = Task("mlp", metrics=False)
     options = strategy_for(context) if context else {"accelerator": "cpu", "devices": 1}
@@ -193,7 +193,7 @@ class Extra(Task):
         return {"loss": super().training_step(batch, batch_idx), "size": len(batch[0])}
 
 
-class SeeOutputs(Callback):
+class RecordsOutputs(Callback):
     """Callback that records the outputs that `on_train_batch_end` gets."""
 
     def __init__(self) -> None:
@@ -207,17 +207,17 @@ class SeeOutputs(Callback):
 
 def fast_dev_run(context: RankContext) -> Any:
     """Run one batch of every loop, without a seed, with a profiled plan."""
-    task, see = Extra("gpt"), SeeOutputs()
+    task, outputs = Extra("gpt"), RecordsOutputs()
     train, validation = loaders(task, 24, 8, True, 0, torch.float32)
     trainer = Trainer(
         **strategy_for(context, schedule="gpipe", profile=ProfileConfig()),
         fast_dev_run=True,
-        callbacks=[see],
+        callbacks=[outputs],
         **QUIET,
     )
     trainer.fit(task, train, validation)
     plan = trainer.strategy.plan
-    return see.seen, plan.to_json(), {n: p.detach() for n, p in task.named_parameters()}
+    return outputs.seen, plan.to_json(), {n: p.detach() for n, p in task.named_parameters()}
 
 
 def test_fast_dev_run_gives_outputs_and_a_measured_plan(pool: RankPool) -> None:

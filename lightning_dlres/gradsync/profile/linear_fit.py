@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_dlres.gradsync.plan.costs import LinearCost
 
 
-def line(small: tuple[int, float], large: tuple[int, float]) -> LinearCost:
+def linear_cost(small: tuple[int, float], large: tuple[int, float]) -> LinearCost:
     """Return the line through two points of (size, seconds).
 
     Noise must not make costs negative. Where the larger task is not slower, each item costs
