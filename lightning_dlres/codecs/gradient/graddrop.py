@@ -1,7 +1,7 @@
 """Gradient dropping: only the largest elements are sent, the rest stays in the residual.
 
 Aji and Heafield, "Sparse communication for distributed gradient descent", 2017. Each gradient has a
-threshold of its own, estimated from a sample.
+threshold of its own; on a CPU, that of a large gradient is estimated from a sample.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Layout of packed codes: blocks of elements, each stored as planes of 32-bit words.
 
-A block of `BLOCK` elements with codes of `bits` bits fills `BLOCK * bits / 32` words. Word i holds
-the codes of the elements i, i + words, i + 2 * words, ...: one of each plane, from the lowest bits
-up. Neighbouring elements thus lie in neighbouring words, so that a CPU packs with vector
-instructions, and the threads of a GPU read neighbouring addresses. A last, shorter block has as few
-words as hold its elements, and the planes of these words are shorter, too.
+A block of `BLOCK` elements with codes of `bits` bits fills `BLOCK * bits / 32` words. A plane is as
+many consecutive elements as the block has words. Word i holds the code of element i of each plane,
+the first plane in the lowest bits. Neighbouring elements thus lie in neighbouring words, so that a
+CPU packs with vector instructions, and the threads of a GPU read neighbouring addresses. A last,
+shorter block has as few words as hold its elements, and its planes are shorter, too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ BLOCK = 4096
 # Partial sums of a block, see `sums`. They are independent, which allows vector instructions, and a
 # GPU has one thread for each.
 LANES = 256
+# Largest finite float32. Comparisons with it also find NaN, because a comparison with NaN is false.
+LARGEST = float(np.finfo(np.float32).max)
 # Smallest piece of a thread, in elements. A smaller one costs more time to submit than it saves.
 _PIECE = 1 << 17
 

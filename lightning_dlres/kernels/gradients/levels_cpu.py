@@ -9,14 +9,13 @@ import numpy as np
 from numba import float32, int32, types, uint32
 
 from lightning_dlres.core.compiled import compiled, subroutine
-from lightning_dlres.kernels.gradients.layout import BLOCK
+from lightning_dlres.kernels.gradients.layout import BLOCK, LARGEST
 
-# Parts of a block whose largest magnitudes are found independently, with vector instructions.
-_LANES = 64
+# Partial maxima of a block, which are found independently, with vector instructions.
+_MAXIMA = 64
 # Smallest distance of two levels; its inverse is finite. Blocks with a smaller one are sent
 # as zeros.
 SMALLEST_STEP = float(np.finfo(np.float32).tiny)
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def mixed_bits(value: Any) -> Any:
@@ -44,20 +43,20 @@ def _larger(magnitude: Any, largest: Any) -> Any:
 _maximum = subroutine(_larger, nogil=True)
 
 
-def _step_of_lanes(lanes: Any, top: Any) -> Any:
+def _step_of_maxima(maxima: Any, top: Any) -> Any:
     """Return the distance of two levels of a block; NaN if a value is not finite.
 
     Args:
-        lanes: Largest magnitudes of parts of the block.
+        maxima: Partial maxima of the magnitudes of the block.
         top: Highest level.
     """
     largest = float32(0)
-    for i in range(lanes.size):
-        largest = max(largest, lanes[i])
-    return largest / top if largest <= float32(_LARGEST) else float32(np.nan)
+    for i in range(maxima.size):
+        largest = max(largest, maxima[i])
+    return largest / top if largest <= float32(LARGEST) else float32(np.nan)
 
 
-_step = subroutine(_step_of_lanes, nogil=True)
+_step = subroutine(_step_of_maxima, nogil=True)
 
 
 def _inverse_of_step(step: Any) -> Any:
@@ -74,7 +73,7 @@ def _encode_block(
     for i in range(words.size):
         words[i] = 0
     # The residual of a block that is not finite stays as it is.
-    if not (step <= float32(_LARGEST)):
+    if not (step <= float32(LARGEST)):
         return
     inverse = _inverse(step)
     mask = uint32((1 << bits) - 1)
@@ -118,19 +117,19 @@ def encode_nearest(
         scale: Power of two by which the gradient is multiplied.
         bits: Bits of a code: 4 or 8.
     """
-    lanes = np.empty(_LANES, np.float32)
+    maxima = np.empty(_MAXIMA, np.float32)
     size = BLOCK * bits // 32
     top = float32((1 << (bits - 1)) - 1)
     for block in range(steps.size):
         first, word = block * BLOCK, block * size
         values, errors = gradient[first : first + BLOCK], residual[first : first + BLOCK]
-        lanes[:] = 0
-        for start in range(0, values.size, _LANES):
-            size_of_part = min(_LANES, values.size - start)
+        maxima[:] = 0
+        for start in range(0, values.size, _MAXIMA):
+            size_of_part = min(_MAXIMA, values.size - start)
             for i in range(size_of_part):
                 value = values[start + i] * scale + errors[start + i]
-                lanes[i] = _maximum(abs(value), lanes[i])
-        step = _step(lanes, top)
+                maxima[i] = _maximum(abs(value), maxima[i])
+        step = _step(maxima, top)
         steps[block] = step
         _block_encoder(values, errors, words[word : word + size], scale, step, top, bits)
 
@@ -138,10 +137,13 @@ def encode_nearest(
 def _encode_block_stochastic(
     values: Any, words: Any, scale: Any, step: Any, top: Any, bits: Any, start: Any, seed: Any
 ) -> None:
-    """Encode one block. Its random numbers are those from number `start` on."""
+    """Encode one block; `start` is the position of its first element in the unit.
+
+    The random number of an element depends on its position and the seed.
+    """
     for i in range(words.size):
         words[i] = 0
-    if not (step <= float32(_LARGEST)):
+    if not (step <= float32(LARGEST)):
         return
     inverse = _inverse(step)
     mask = uint32((1 << bits) - 1)
@@ -198,21 +200,21 @@ def encode_stochastic(
         scale: Power of two by which the gradient is multiplied.
         bits: Bits of a code: 2, 4 or 8.
         seed: Seed of the random numbers.
-        per_block: Set the steps, by the largest magnitude of each block.
+        per_block: True sets the steps from the largest magnitude of each block.
     """
-    lanes = np.empty(_LANES, np.float32)
+    maxima = np.empty(_MAXIMA, np.float32)
     size = BLOCK * bits // 32
     top = float32((1 << (bits - 1)) - 1)
     mixed_seed = _mixed(uint32(seed))
     for block in range(steps.size):
         values = gradient[block * BLOCK : block * BLOCK + BLOCK]
         if per_block:
-            lanes[:] = 0
-            for start in range(0, values.size, _LANES):
-                size_of_part = min(_LANES, values.size - start)
+            maxima[:] = 0
+            for start in range(0, values.size, _MAXIMA):
+                size_of_part = min(_MAXIMA, values.size - start)
                 for i in range(size_of_part):
-                    lanes[i] = _maximum(abs(values[start + i] * scale), lanes[i])
-            steps[block] = _step(lanes, top)
+                    maxima[i] = _maximum(abs(values[start + i] * scale), maxima[i])
+            steps[block] = _step(maxima, top)
         _stochastic_block_encoder(
             values,
             words[block * size : block * size + size],

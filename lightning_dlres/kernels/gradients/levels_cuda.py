@@ -22,13 +22,12 @@ from lightning_dlres.kernels.gradients.arithmetic_cuda import (
     subtract,
     tree_largest,
 )
-from lightning_dlres.kernels.gradients.layout import BLOCK, blocks
+from lightning_dlres.kernels.gradients.layout import BLOCK, LARGEST, blocks
 from lightning_dlres.kernels.gradients.levels_cpu import SMALLEST_STEP, mixed_bits
 
 # A thread encodes the elements of one to four whole words.
 THREADS = 256
 _PER_THREAD = BLOCK // THREADS
-_LARGEST = float(np.finfo(np.float32).max)
 _mixed = device_function(mixed_bits)
 
 
@@ -118,7 +117,7 @@ def _step_of_block(own: Any, top: Any, lanes: Any, lane: Any) -> Any:
     lanes[0, lane] = own
     tree_largest(lanes, lane)
     # A selected NaN has the bits of the CPU's NaN; one from a division has not.
-    is_finite = lanes[0, 0] <= float32(_LARGEST)
+    is_finite = lanes[0, 0] <= float32(LARGEST)
     return divide(lanes[0, 0], top) if is_finite else float32(np.nan)
 
 
@@ -155,7 +154,7 @@ def bodies(bits: int) -> LevelKernels:
                     scaled = multiply(gradient[first + element], scale)
                     value = add(scaled, residual[first + element])
                 values[w * planes + p] = value
-                is_finite = abs(value) <= float32(_LARGEST)
+                is_finite = abs(value) <= float32(LARGEST)
                 largest = larger(abs(value) if is_finite else float32(np.inf), largest)
         step = _step_of_block(largest, top, lanes, lane)
         inverse = _inverse(step)
@@ -166,7 +165,7 @@ def bodies(bits: int) -> LevelKernels:
             if number < count:
                 word = uint32(0)
                 # The residual of a block that is not finite stays as it is.
-                if step <= float32(_LARGEST):
+                if step <= float32(LARGEST):
                     for p in range(planes):
                         element = p * count + number
                         if element < size:
@@ -195,7 +194,7 @@ def bodies(bits: int) -> LevelKernels:
                     if number < count and element < size:
                         value = multiply(gradient[first + element], scale)
                     values[w * planes + p] = value
-                    is_finite = abs(value) <= float32(_LARGEST)
+                    is_finite = abs(value) <= float32(LARGEST)
                     largest = larger(abs(value) if is_finite else float32(np.inf), largest)
             if per_block:
                 step = _step_of_block(largest, top, lanes, lane)
@@ -208,7 +207,7 @@ def bodies(bits: int) -> LevelKernels:
                 number = w * THREADS + lane
                 if number < count:
                     word = uint32(0)
-                    if step <= float32(_LARGEST):
+                    if step <= float32(LARGEST):
                         for p in range(planes):
                             element = p * count + number
                             if element < size:

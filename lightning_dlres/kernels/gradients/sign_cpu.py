@@ -8,12 +8,11 @@ import numpy as np
 from numba import float32, types, uint32
 
 from lightning_dlres.core.compiled import compiled, subroutine
-from lightning_dlres.kernels.gradients.layout import BLOCK
+from lightning_dlres.kernels.gradients.layout import BLOCK, LARGEST
 from lightning_dlres.kernels.gradients.sums_cpu import tree_sum
 
 _PLANES = 32
 _WORDS = BLOCK // _PLANES
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def _means_of_block(gradient: Any, residual: Any, lanes: Any, count: Any, scale: Any) -> Any:
@@ -35,7 +34,7 @@ def _means_of_block(gradient: Any, residual: Any, lanes: Any, count: Any, scale:
             lanes[1, i] += float32(0) if positive else value
             lanes[2, i] += float32(1) if positive else float32(0)
     above, below, at_least_zero = tree_sum(lanes[0]), tree_sum(lanes[1]), tree_sum(lanes[2])
-    if not (above - below <= float32(_LARGEST)):
+    if not (above - below <= float32(LARGEST)):
         return float32(np.nan), float32(np.nan)
     others = float32(gradient.size) - at_least_zero
     return above / max(at_least_zero, float32(1)), below / max(others, float32(1))

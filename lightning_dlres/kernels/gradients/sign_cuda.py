@@ -21,12 +21,11 @@ from lightning_dlres.kernels.gradients.arithmetic_cuda import (
     subtract,
     tree_sum,
 )
-from lightning_dlres.kernels.gradients.layout import BLOCK, blocks
+from lightning_dlres.kernels.gradients.layout import BLOCK, LARGEST, blocks
 
 _PLANES = 32
 # One thread for each word of a block.
 THREADS = BLOCK // _PLANES
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def encode(gradient: Tensor, residual: Tensor, means: Tensor, codes: Tensor, scale: float) -> None:
@@ -77,7 +76,7 @@ def sign_encode(gradient: Any, residual: Any, means: Any, words: Any, scale: Any
     lanes[0, lane], lanes[1, lane], lanes[2, lane] = above, below, at_least_zero
     tree_sum(lanes, lane)
     above, below, at_least_zero = lanes[0, 0], lanes[1, 0], lanes[2, 0]
-    is_finite = subtract(above, below) <= float32(_LARGEST)
+    is_finite = subtract(above, below) <= float32(LARGEST)
     above = divide(above, max(at_least_zero, float32(1)))
     below = divide(below, max(subtract(float32(size), at_least_zero), float32(1)))
     if lane == 0:

@@ -8,9 +8,7 @@ import numpy as np
 from numba import float64, types
 
 from lightning_dlres.core.compiled import compiled, subroutine
-from lightning_dlres.kernels.gradients.layout import BLOCK, LANES
-
-_LARGEST = float(np.finfo(np.float32).max)
+from lightning_dlres.kernels.gradients.layout import BLOCK, LANES, LARGEST
 
 
 def _tree_sum(lanes: Any) -> Any:
@@ -68,7 +66,7 @@ def moments(values: Any, largest: Any, sums: Any, pivot: Any) -> None:
             for i in range(part.size):
                 magnitude = abs(part[i])
                 # A comparison with NaN is false, so this finds NaN and the infinities.
-                is_finite = magnitude <= _LARGEST
+                is_finite = magnitude <= LARGEST
                 magnitude = magnitude if is_finite else np.float32(np.inf)
                 tops[i] = magnitude if magnitude > tops[i] else tops[i]
                 difference = float64(part[i]) - float64(pivot)
@@ -76,5 +74,5 @@ def moments(values: Any, largest: Any, sums: Any, pivot: Any) -> None:
                 differences[i] += difference
                 squares[i] += difference * difference
         top = tops.max()
-        largest[block] = top if top <= _LARGEST else np.float32(np.nan)
+        largest[block] = top if top <= LARGEST else np.float32(np.nan)
         sums[block, 0], sums[block, 1] = tree_sum(differences), tree_sum(squares)

@@ -18,9 +18,7 @@ from lightning_dlres.kernels.gradients.arithmetic_cuda import (
     tree_largest,
     tree_sum_double,
 )
-from lightning_dlres.kernels.gradients.layout import BLOCK, LANES, blocks
-
-_LARGEST = float(np.finfo(np.float32).max)
+from lightning_dlres.kernels.gradients.layout import BLOCK, LANES, LARGEST, blocks
 
 
 def moments(values: Tensor, largest: Tensor, sums: Tensor, pivot: Tensor) -> None:
@@ -52,7 +50,7 @@ def moments_of_blocks(values: Any, largest: Any, sums: Any, pivot: Any) -> None:
         if index < values.size:
             value = values[index]
             # A comparison with NaN is false, so this finds NaN and the infinities.
-            if abs(value) <= float32(_LARGEST):
+            if abs(value) <= float32(LARGEST):
                 top = larger(abs(value), top)
                 difference = add_double(float64(value), -float64(pivot[0]))
                 total = add_double(total, difference)
@@ -64,7 +62,7 @@ def moments_of_blocks(values: Any, largest: Any, sums: Any, pivot: Any) -> None:
     tree_largest(tops, lane)
     tree_sum_double(lanes, lane)
     if lane == 0:
-        is_finite = tops[0, 0] <= float32(_LARGEST)
+        is_finite = tops[0, 0] <= float32(LARGEST)
         largest[cuda.blockIdx.x] = tops[0, 0] if is_finite else float32(np.nan)
         sums[cuda.blockIdx.x, 0], sums[cuda.blockIdx.x, 1] = lanes[0, 0], lanes[1, 0]
 

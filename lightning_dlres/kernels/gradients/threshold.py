@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.kernels.gradients.layout import (
+    LARGEST,
     Array,
     block_numbers,
     blocks,
@@ -23,8 +24,8 @@ BITS = 2
 _HEADER_BYTES, _HEADER_WORDS = 4, 1
 # Smallest threshold: zero would send every element.
 SMALLEST = float(np.finfo(np.float32).tiny)
-# Largest threshold: with an infinite one, no later element would be sent.
-LARGEST = float(np.finfo(np.float32).max)
+# Codes: 0 is zero.
+POSITIVE, NEGATIVE, NOT_FINITE = 1, 2, 3
 
 
 def payload_bytes(count: int) -> int:
@@ -142,4 +143,5 @@ def _adapt(sums: Array, threshold: Array, multiple: float) -> None:
 
     result = np.empty(2)
     sums_cpu.totals(sums, result)
+    # With an infinite threshold, no later element would be sent.
     threshold[0] = min(result[0] / max(result[1], 1.0) * multiple, LARGEST)

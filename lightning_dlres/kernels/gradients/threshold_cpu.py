@@ -8,22 +8,22 @@ import numpy as np
 from numba import float32, types, uint32
 
 from lightning_dlres.core.compiled import compiled, subroutine
-from lightning_dlres.kernels.gradients.layout import BLOCK, LANES
+from lightning_dlres.kernels.gradients.layout import BLOCK, LANES, LARGEST
 from lightning_dlres.kernels.gradients.sums_cpu import tree_sum
+from lightning_dlres.kernels.gradients.threshold import BITS, NEGATIVE, NOT_FINITE, POSITIVE
 
-BITS = 2
 _PLANES = 32 // BITS
 _WORDS = BLOCK // _PLANES
-# Codes: 0 is zero.
-_POSITIVE, _NEGATIVE, _NOT_FINITE = 1, 2, 3
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def _encode_block(
     gradient: Any, residual: Any, words: Any, scale: Any, threshold: Any, plane: Any, lanes: Any
 ) -> Any:
-    """Encode one block; return the sum of magnitudes over one plane, and its finite elements."""
-    finite = 0
+    """Encode one block; return the sum and the number of the finite magnitudes of one plane.
+
+    A plane has at most `LANES` elements.
+    """
+    number_finite = 0
     lanes[:] = 0
     for i in range(words.size):
         words[i] = 0
@@ -35,22 +35,22 @@ def _encode_block(
         if p == plane:
             for i in range(values.size):
                 magnitude = abs(values[i] * scale + errors[i])
-                is_finite = magnitude <= float32(_LARGEST)
+                is_finite = magnitude <= float32(LARGEST)
                 lanes[i] = magnitude if is_finite else float32(0)
-                finite += 1 if is_finite else 0
+                number_finite += 1 if is_finite else 0
         for i in range(values.size):
             value = values[i] * scale + errors[i]
             positive, negative = value >= threshold, value <= -threshold
             sent = (threshold if positive else float32(0)) - (threshold if negative else float32(0))
             error = value - sent
-            code = (uint32(_POSITIVE) if positive else uint32(0)) + (
-                uint32(_NEGATIVE) if negative else uint32(0)
+            code = (uint32(POSITIVE) if positive else uint32(0)) + (
+                uint32(NEGATIVE) if negative else uint32(0)
             )
             # A comparison with NaN is false, so this finds NaN and the infinities.
-            is_finite = abs(value) <= float32(_LARGEST)
+            is_finite = abs(value) <= float32(LARGEST)
             errors[i] = error if is_finite else errors[i]
-            words[i] |= (code if is_finite else uint32(_NOT_FINITE)) << shift
-    return tree_sum(lanes), finite
+            words[i] |= (code if is_finite else uint32(NOT_FINITE)) << shift
+    return tree_sum(lanes), number_finite
 
 
 _block_encoder = subroutine(_encode_block, nogil=True)
@@ -76,8 +76,8 @@ def encode(
     Args:
         gradient: float32[n].
         residual: float32[n], updated in place. Elements whose value is not finite keep theirs.
-        numbers: int64[blocks(n)]: number of each block in the unit. The sample is another plane in
-            each.
+        numbers: int64[blocks(n)]: number of each block in the unit. The sample is another plane
+            in each block.
         sums: float64[blocks(n), 2]: receives the sum of the finite magnitudes of a sixteenth of
             each block, and their number.
         words: uint32[words(n, BITS)].
@@ -115,7 +115,7 @@ def magnitudes(gradient: Any, sums: Any, scale: Any) -> None:
             part = values[first : min(first + LANES, values.size)]
             for i in range(part.size):
                 magnitude = abs(part[i] * scale)
-                lanes[i] += magnitude if magnitude <= float32(_LARGEST) else float32(0)
+                lanes[i] += magnitude if magnitude <= float32(LARGEST) else float32(0)
         sums[block, 0], sums[block, 1] = tree_sum(lanes), values.size
 
 
@@ -126,10 +126,10 @@ def _decode_block(words: Any, out: Any, threshold: Any, accumulate: Any) -> None
         shift = uint32(BITS * p)
         for i in range(values.size):
             code = (words[i] >> shift) & uint32(3)
-            value = (threshold if code == _POSITIVE else float32(0)) - (
-                threshold if code == _NEGATIVE else float32(0)
+            value = (threshold if code == POSITIVE else float32(0)) - (
+                threshold if code == NEGATIVE else float32(0)
             )
-            value = float32(np.nan) if code == _NOT_FINITE else value
+            value = float32(np.nan) if code == NOT_FINITE else value
             values[i] = (values[i] if accumulate else float32(0)) + value
 
 

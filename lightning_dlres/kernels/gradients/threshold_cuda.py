@@ -19,14 +19,19 @@ from lightning_dlres.kernels.gradients.arithmetic_cuda import (
     subtract,
     tree_sum,
 )
-from lightning_dlres.kernels.gradients.layout import BLOCK, LANES, blocks
+from lightning_dlres.kernels.gradients.layout import BLOCK, LANES, LARGEST, blocks
 from lightning_dlres.kernels.gradients.sums_cuda import sum_of_column
-from lightning_dlres.kernels.gradients.threshold import BITS, LARGEST, SMALLEST
+from lightning_dlres.kernels.gradients.threshold import (
+    BITS,
+    NEGATIVE,
+    NOT_FINITE,
+    POSITIVE,
+    SMALLEST,
+)
 
 _PLANES = 32 // BITS
 # One thread for each word of a block.
 THREADS = BLOCK // _PLANES
-_POSITIVE, _NEGATIVE, _NOT_FINITE = 1, 2, 3
 
 
 def start(gradient: Tensor, sums: Tensor, threshold: Tensor, scale: float, multiple: float) -> None:
@@ -180,14 +185,14 @@ def threshold_encode(
             if element < size:
                 value, sent, code = values[p], float32(0), uint32(0)
                 if value >= limit:
-                    sent, code = limit, uint32(_POSITIVE)
+                    sent, code = limit, uint32(POSITIVE)
                 if value <= -limit:
-                    sent, code = -limit, uint32(_NEGATIVE)
+                    sent, code = -limit, uint32(NEGATIVE)
                 # The residual of an element that is not finite stays as it is.
                 if abs(value) <= float32(LARGEST):
                     residual[first + element] = subtract(value, sent)
                 else:
-                    code = uint32(_NOT_FINITE)
+                    code = uint32(NOT_FINITE)
                 word = uint32(word | (code << uint32(BITS * p)))
         words[cuda.blockIdx.x * THREADS + lane] = word
 
@@ -227,9 +232,9 @@ def threshold_decode(out: Any, header: Any, words: Any, scale: Any, accumulate: 
             element = p * count + lane
             if element < size:
                 code = (word >> uint32(BITS * p)) & uint32(3)
-                value = limit if code == _POSITIVE else float32(0)
-                if code == _NEGATIVE:
+                value = limit if code == POSITIVE else float32(0)
+                if code == NEGATIVE:
                     value = subtract(float32(0), limit)
-                if code == _NOT_FINITE:
+                if code == NOT_FINITE:
                     value = float32(np.nan)
                 out[first + element] = add(values[p], value)

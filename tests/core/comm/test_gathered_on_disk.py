@@ -38,8 +38,9 @@ def gather(context: RankContext) -> tuple[list[dict[str, Any]] | None, bool]:
     trees = gather_on_disk(tree(context.rank), mailbox, "its tree")
     with open("/proc/self/maps") as maps:
         is_mapped = "dlres-gathered-" in maps.read()
-    left = glob.glob(os.path.join(tempfile.gettempdir(), "dlres-gathered-*"))
-    assert not left or context.rank
+    if context.rank == 0:
+        # Rank 0 has made all files; while it makes one, others may see its name.
+        assert not glob.glob(os.path.join(tempfile.gettempdir(), "dlres-gathered-*"))
     mailbox.close(orderly=True)
     return trees, is_mapped
 

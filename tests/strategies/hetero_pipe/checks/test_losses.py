@@ -150,8 +150,7 @@ def test_auto_falls_back_to_gpipe_and_says_so(pool: RankPool, kind: str) -> None
     outcomes = pool.run_expecting_errors(fit, 2, kind, "auto")
     assert [outcome.value[0] for outcome in outcomes] == ["gpipe", "gpipe"]
     assert "dlres: schedule gpipe" in outcomes[0].output
-    if kind != "padded_later":
-        assert_equal_to_plain(pool, kind, [outcome.value for outcome in outcomes])
+    assert_equal_to_plain(pool, kind, [outcome.value for outcome in outcomes])
 
 
 REFUSALS = {
