@@ -38,7 +38,7 @@ class SyncPlanningOptions:
         element_bytes: Bytes of an element of a gradient.
         backward_seconds: Time of backward, with which synchronisation overlaps; 0 if not known.
         bucket_bytes: Bytes of a bucket of gradients.
-        is_coordinated: True if a coordinator lets one rank send to another at a time.
+        is_coordinated: True if a coordinator plans the messages; see `StepPredictor`.
     """
 
     algorithm: str = AUTO
@@ -70,8 +70,8 @@ def plan_synchronisation(
     Raises:
         PeerError: If a rank is late or lost.
     """
-    algorithms, candidates = None, dict(codecs)
     if options.algorithm == AUTO:
+        algorithms = None
         candidates = auto_codecs(
             codecs,
             is_adam_like=options.is_adam_like,

@@ -26,6 +26,14 @@ class UnitCosts:
     decode: float
     nbytes: float
 
+    def seconds_of(self, task: SyncTask, rank: int) -> float:
+        """Return the seconds of a compute task of a rank."""
+        if task.kind is TaskKind.ENCODE:
+            return self.encode
+        if task.kind is TaskKind.DECODE:
+            return self.decode
+        return self.own_merge if task.peer == rank else self.merge
+
 
 def lone_unit_seconds(topology: Topology, owner: int, unit: UnitCosts, links: LinkCosts) -> float:
     """Return the seconds until all ranks have decoded the unit.
@@ -84,9 +92,8 @@ class _LoneUnit:
             self._ends[rank, position] = self._send(rank, task, ready)
         else:
             start = max(ready, self._compute_free[rank])
-            self._ends[rank, position] = self._compute_free[rank] = start + self._seconds(
-                rank, task
-            )
+            end = start + self._unit.seconds_of(task, rank)
+            self._ends[rank, position] = self._compute_free[rank] = end
 
     def _send(self, rank: int, task: SyncTask, ready: float) -> float:
         """Schedule a transfer; return the time at which it leaves its link."""
@@ -97,10 +104,3 @@ class _LoneUnit:
         self._send_free[rank] = self._receive_free[task.peer] = end
         self._arrivals[rank, task.peer, task.part] = end + self._links.latency_seconds
         return end
-
-    def _seconds(self, rank: int, task: SyncTask) -> float:
-        if task.kind is TaskKind.ENCODE:
-            return self._unit.encode
-        if task.kind is TaskKind.DECODE:
-            return self._unit.decode
-        return self._unit.own_merge if task.peer == rank else self._unit.merge

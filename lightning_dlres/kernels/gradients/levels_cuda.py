@@ -101,7 +101,7 @@ class LevelKernels(NamedTuple):
 @cache
 def kernels(bits: int) -> LevelKernels:
     """Return the compiled kernels of codes of 2, 4 or 8 bits."""
-    return LevelKernels(*map(cuda.jit, bodies(bits)))
+    return LevelKernels(*map(cuda.jit, kernel_functions(bits)))
 
 
 @device_function
@@ -131,7 +131,7 @@ def _clipped(exact: Any, top: Any) -> Any:
     return max(min(exact, top), -top)
 
 
-def bodies(bits: int) -> LevelKernels:
+def kernel_functions(bits: int) -> LevelKernels:
     """Return the kernels of codes of 2, 4 or 8 bits as plain functions, to be compiled."""
     planes = 32 // bits
     words_of_block, words_of_thread = BLOCK // planes, _PER_THREAD // planes
@@ -145,12 +145,12 @@ def bodies(bits: int) -> LevelKernels:
         count = (size + planes - 1) // planes
         largest = float32(0)
         for w in range(words_of_thread):
-            number = w * THREADS + lane
+            word_index = w * THREADS + lane
             for p in range(planes):
-                element = p * count + number
+                element = p * count + word_index
                 # All loads come before the first store, so that many are under way at once.
                 value = float32(0)
-                if number < count and element < size:
+                if word_index < count and element < size:
                     scaled = multiply(gradient[first + element], scale)
                     value = add(scaled, residual[first + element])
                 values[w * planes + p] = value
@@ -161,13 +161,13 @@ def bodies(bits: int) -> LevelKernels:
         if lane == 0:
             steps[cuda.blockIdx.x] = step
         for w in range(words_of_thread):
-            number = w * THREADS + lane
-            if number < count:
+            word_index = w * THREADS + lane
+            if word_index < count:
                 word = uint32(0)
                 # The residual of a block that is not finite stays as it is.
                 if step <= float32(LARGEST):
                     for p in range(planes):
-                        element = p * count + number
+                        element = p * count + word_index
                         if element < size:
                             value = values[w * planes + p]
                             exact = _clipped(multiply(value, inverse), top)
@@ -176,7 +176,7 @@ def bodies(bits: int) -> LevelKernels:
                             residual[first + element] = subtract(value, sent)
                             code = uint32(level & mask)
                             word = uint32(word | (code << uint32(bits * p)))
-                words[cuda.blockIdx.x * words_of_block + number] = word
+                words[cuda.blockIdx.x * words_of_block + word_index] = word
 
     def stochastic_encoder(per_block: bool) -> Any:
         def stochastic(gradient: Any, steps: Any, words: Any, scale: Any, seed: Any) -> None:
@@ -187,11 +187,11 @@ def bodies(bits: int) -> LevelKernels:
             count = (size + planes - 1) // planes
             largest = float32(0)
             for w in range(words_of_thread):
-                number = w * THREADS + lane
+                word_index = w * THREADS + lane
                 for p in range(planes):
-                    element = p * count + number
+                    element = p * count + word_index
                     value = float32(0)
-                    if number < count and element < size:
+                    if word_index < count and element < size:
                         value = multiply(gradient[first + element], scale)
                     values[w * planes + p] = value
                     is_finite = abs(value) <= float32(LARGEST)
@@ -204,12 +204,12 @@ def bodies(bits: int) -> LevelKernels:
                 step = steps[0]
             inverse, mixed_seed = _inverse(step), _mixed(uint32(seed))
             for w in range(words_of_thread):
-                number = w * THREADS + lane
-                if number < count:
+                word_index = w * THREADS + lane
+                if word_index < count:
                     word = uint32(0)
                     if step <= float32(LARGEST):
                         for p in range(planes):
-                            element = p * count + number
+                            element = p * count + word_index
                             if element < size:
                                 random = _mixed(uint32(uint32(first + element) ^ mixed_seed))
                                 # 24 bits: a float32 in [0, 1).
@@ -223,7 +223,7 @@ def bodies(bits: int) -> LevelKernels:
                                     level = int32(level + int32(1))
                                 code = uint32(level & mask)
                                 word = uint32(word | (code << uint32(bits * p)))
-                    words[cuda.blockIdx.x * words_of_block + number] = word
+                    words[cuda.blockIdx.x * words_of_block + word_index] = word
 
         return stochastic
 
@@ -234,15 +234,15 @@ def bodies(bits: int) -> LevelKernels:
         count = (size + planes - 1) // planes
         step = multiply(steps[min(cuda.blockIdx.x, steps.size - 1)], scale)
         for w in range(words_of_thread):
-            number = w * THREADS + lane
-            if number < count:
-                word = words[cuda.blockIdx.x * words_of_block + number]
+            word_index = w * THREADS + lane
+            if word_index < count:
+                word = words[cuda.blockIdx.x * words_of_block + word_index]
                 for p in range(planes):
                     values[p] = float32(0)
-                    if accumulate and p * count + number < size:
-                        values[p] = out[first + p * count + number]
+                    if accumulate and p * count + word_index < size:
+                        values[p] = out[first + p * count + word_index]
                 for p in range(planes):
-                    element = p * count + number
+                    element = p * count + word_index
                     if element < size:
                         code = int32((word >> uint32(bits * p)) & uint32(mask))
                         # Two's complement: the upper half of the codes is negative.

@@ -101,7 +101,7 @@ def kernel_signatures() -> Iterator[tuple[str, Callable[..., None], tuple[Any, .
     yield "moments", sums_cuda.moments_of_blocks, (floats, floats, table, floats)
     yield "totals", sums_cuda.totals_of_columns, (table, sums)
     for bits in (2, 4, 8):
-        nearest, stochastic, with_step, decode = levels_cuda.bodies(bits)
+        nearest, stochastic, with_step, decode = levels_cuda.kernel_functions(bits)
         yield f"nearest {bits}", nearest, (floats, floats, floats, words, scale)
         yield f"stochastic {bits}", stochastic, (floats, floats, words, scale, types.uint32)
         yield (

@@ -51,10 +51,10 @@ ORDERS: dict[str, Callable[[int], int]] = {
 @pytest.fixture(params=ORDERS)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """GPU model that fails the test if it was not used as CUDA allows."""
-    made = FakeGpu(ORDERS[request.param], in_step=True)
-    monkeypatch.setattr("lightning_dlres.core.host.slab._pin", made.pin)
-    yield made
-    assert made.faults == []
+    model = FakeGpu(ORDERS[request.param], in_step=True)
+    monkeypatch.setattr("lightning_dlres.core.host.slab._pin", model.pin)
+    yield model
+    assert model.faults == []
 
 
 def settings(*actions: MemoryAction) -> OffloaderConfig:
@@ -74,9 +74,9 @@ def train(
     """Return the gradients of all steps, and the offloader."""
     torch.manual_seed(0)
     net, x = CASES[name].make(), CASES[name].batch()
-    stays = [*net.parameters(), *net.buffers()]
+    resident = [*net.parameters(), *net.buffers()]
     offloader = Offloader(net, options, CPU, gpu=gpu) if options is not None else None
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     for number in range(steps):
         torch.manual_seed(number)
 
@@ -86,11 +86,11 @@ def train(
         if offloader is None:
             step()
         else:
-            with offloader.step("one", stays, lambda: [*stays, x]):
+            with offloader.step("one", resident, lambda: [*resident, x]):
                 step()
-        found += [p.grad for p in net.parameters() if p.grad is not None]
+        gradients += [p.grad for p in net.parameters() if p.grad is not None]
         net.zero_grad()
-    return found, offloader
+    return gradients, offloader
 
 
 WAYS = {
@@ -104,14 +104,14 @@ WAYS = {
 @pytest.mark.parametrize(("name", "way"), [("unet", "offload"), *(("cnn", way) for way in WAYS)])
 def test_gradients_equal_those_of_plain_training(name: str, way: str, gpu: FakeGpu) -> None:
     plain, _ = train(name, None, gpu)
-    ours, offloader = train(name, settings(*WAYS[way]), gpu)
+    actual, offloader = train(name, settings(*WAYS[way]), gpu)
     assert offloader is not None
     assert offloader.plan is not None
     assert {d.action for d in offloader.plan.decisions} != {MemoryAction.KEEP}
     assert offloader.measurements.mismatches == []
     assert offloader.measurements.steps > 0
-    for expected, found in zip(plain, ours, strict=True):
-        assert torch.equal(expected, found)
+    for expected, gradient in zip(plain, actual, strict=True):
+        assert torch.equal(expected, gradient)
     if way == "offload":
         assert offloader.measurements.saved_peak <= offloader.plan.saved_peak
     offloader.close()
@@ -124,10 +124,10 @@ def test_planned_steps_neither_block_the_host_nor_reset_counters(gpu: FakeGpu) -
     assert offloader is not None
     waits, resets, reads = gpu.waits, gpu.resets, gpu.reads
     net, x = nn.Sequential(*offloader._root.children()), CASES["cnn"].batch()
-    stays = [*net.parameters(), *net.buffers()]
+    resident = [*net.parameters(), *net.buffers()]
     gpu.peak_bytes = 100
     for number in range(3):
-        with offloader.step("one", stays, lambda: [*stays, x]):
+        with offloader.step("one", resident, lambda: [*resident, x]):
             net(x).float().square().mean().backward()
             gpu.peak_bytes += 7 if number == 1 else 0
     assert offloader.measurements.steps == 3
@@ -148,8 +148,8 @@ def test_originals_of_compressed_storages_are_freed_before_the_next_save(gpu: Fa
     packed = sum(d.action is MemoryAction.COMPRESS for d in offloader.plan.decisions)
     assert packed > 1
     net, x = offloader._root, CASES["cnn"].batch()
-    stays, reads = [*net.parameters(), *net.buffers()], gpu.reads
-    with offloader.step("one", stays, lambda: [*stays, x]):
+    resident, reads = [*net.parameters(), *net.buffers()], gpu.reads
+    with offloader.step("one", resident, lambda: [*resident, x]):
         loss = net(x).float().square().mean()
         assert gpu.reads - reads >= packed - 1
         loss.backward()
@@ -160,7 +160,7 @@ def sparse(count: int = 1 << 14) -> Tensor:
     return torch.relu(torch.randn(count))
 
 
-def datum_of(tensor: Tensor, byte_counter: ByteCounter) -> SavedStorage:
+def saved_storage_of(tensor: Tensor, byte_counter: ByteCounter) -> SavedStorage:
     return SavedStorage(tensor, SeenStorages().of(tensor), span_of(tensor), 0, byte_counter)
 
 
@@ -173,9 +173,9 @@ def test_compressed_storages_take_the_planned_bytes_and_do_not_block(gpu: FakeGp
     with LiveBytes() as live:
         tensor = sparse()
         expected, capacity = tensor.clone().numpy(), int(ZeroValue().encode(tensor).nbytes * 1.1)
-        saved_storage = datum_of(tensor, byte_counter)
+        saved_storage = saved_storage_of(tensor, byte_counter)
         assert saved_storage.place(Placement(MemoryAction.COMPRESS, capacity=capacity, gpu=gpu))
-        # The host continues. The original stays until the compressed size is known.
+        # The host continues. The original resident until the compressed size is known.
         assert gpu.reads == 0
         gc.collect()
         before = live.now
@@ -198,7 +198,7 @@ def test_storages_that_exceed_their_capacity_are_restored_exactly(
     capacity = ZeroValue().encode(tensor).nbytes - 64
     tier = SlabTier(tensor.nbytes * 2 if has_room else aligned(capacity + 8), None, pinned=True)
     copier = StreamCopier(gpu)
-    saved_storage = datum_of(tensor, byte_counter)
+    saved_storage = saved_storage_of(tensor, byte_counter)
     assert saved_storage.place(Placement(action, tier, copier=copier, capacity=capacity, gpu=gpu))
     saved_storage.wait_offloaded()
     assert saved_storage.is_offloaded == has_room

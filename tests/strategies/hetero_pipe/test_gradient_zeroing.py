@@ -42,7 +42,9 @@ class NeverZeroes(Classifier):
             optimizer.zero_grad()
 
 
-class ReadsGradients(Callback):
+class MayReadGradients(Callback):
+    """Callback with a hook that could read old gradients."""
+
     def on_before_zero_grad(self, *_: Any) -> None:
         pass
 
@@ -66,11 +68,11 @@ def test_code_that_reads_old_gradients_keeps_them() -> None:
     assert zeroes_every_step(Trainer(**QUIET), Classifier())
     assert not zeroes_every_step(Trainer(**QUIET), SeesGradients())
     assert not zeroes_every_step(Trainer(**QUIET), NeverZeroes())
-    assert not zeroes_every_step(Trainer(**QUIET, callbacks=[ReadsGradients()]), Classifier())
+    assert not zeroes_every_step(Trainer(**QUIET, callbacks=[MayReadGradients()]), Classifier())
     assert not zeroes_every_step(Trainer(**QUIET, accumulate_grad_batches=2), Classifier())
 
 
-class CountsLeftovers(Callback):
+class FindsLeftovers(Callback):
     """Callback that finds objects of the previous step which should have been freed."""
 
     def __init__(self) -> None:
@@ -84,7 +86,7 @@ class CountsLeftovers(Callback):
 
 
 def leftovers(context: RankContext, schedule: str) -> set[str]:
-    callback = CountsLeftovers()
+    callback = FindsLeftovers()
     trainer = trainer_for(context, schedule=schedule, callbacks=[callback])
     gc.collect()
     gc.disable()

@@ -20,7 +20,8 @@ from typing import Literal
 from lightning_dlres.core.checks import one_of
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.gradsync.plan.costs import SyncCosts
-from lightning_dlres.gradsync.plan.graph import Graph, SyncTask, TaskKind, topology
+from lightning_dlres.gradsync.plan.graph import Graph, TaskKind, topology
+from lightning_dlres.gradsync.plan.lone_unit import UnitCosts
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 from lightning_dlres.gradsync.plan.simulation.clock import VirtualClock
 from lightning_dlres.gradsync.plan.simulation.links import MessageInFlight, SharedLinks
@@ -154,7 +155,10 @@ class _Simulation:
         self._units: list[dict[int, SimulatedUnit]] = [{} for _ in range(plan.world_size)]
         self._unfinished = [len(plan.units)] * plan.world_size
         self._slowdowns = step.slowdowns or [1.0] * plan.world_size
-        self._seconds = [_task_seconds(step.costs, unit.codec, unit.count) for unit in plan.units]
+        self._unit_costs = [
+            _unit_costs(step.costs, unit.codec, unit.count, nbytes)
+            for unit, nbytes in zip(plan.units, step.payload_bytes, strict=True)
+        ]
         self._threads = [_ComputeThread() for _ in range(plan.world_size)]
         self._compute_busy = [0.0] * plan.world_size
         self._finish = [max(times.values(), default=0.0) for times in step.ready]
@@ -268,7 +272,7 @@ class _Simulation:
             return
         unit, position = thread.tasks.popleft()
         task, now = unit.table.graph[position], self._clock.now
-        seconds = self._seconds[unit.unit].of(task, rank) * self._slowdowns[rank]
+        seconds = self._unit_costs[unit.unit].seconds_of(task, rank) * self._slowdowns[rank]
         self._compute_busy[rank] += seconds
         if self._spans is not None:
             payload = unit.unit, int(task.part)
@@ -351,31 +355,14 @@ def _is_send(task: UnitTask) -> bool:
     return unit.table.graph[position].kind is TaskKind.SEND
 
 
-@dataclass(frozen=True, slots=True)
-class _TaskSeconds:
-    """Seconds of one unit's compute tasks."""
-
-    encode: float
-    merge: float
-    own_merge: float
-    decode: float
-
-    def of(self, task: SyncTask, rank: int) -> float:
-        """Return the seconds of a task of a rank."""
-        if task.kind is TaskKind.ENCODE:
-            return self.encode
-        if task.kind is TaskKind.DECODE:
-            return self.decode
-        return self.own_merge if task.peer == rank else self.merge
-
-
-def _task_seconds(costs: SyncCosts, codec: str, count: int) -> _TaskSeconds:
-    """Return the seconds of a unit's tasks. A rank's own gradient is merged without decoding."""
+def _unit_costs(costs: SyncCosts, codec: str, count: int, nbytes: int) -> UnitCosts:
+    """Return the costs of a unit's tasks. A rank's own gradient is merged without decoding."""
     codec_costs = costs.codecs[codec]
     own = costs.codecs.get(RAW, codec_costs)
-    return _TaskSeconds(
+    return UnitCosts(
         encode=codec_costs.encode.seconds(count),
         merge=codec_costs.merge.seconds(count),
         own_merge=own.merge.seconds(count),
         decode=codec_costs.decode.seconds(count),
+        nbytes=nbytes,
     )
