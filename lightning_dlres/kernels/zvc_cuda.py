@@ -83,7 +83,7 @@ def _launch(kernel: Any, count: int, *tensors: Tensor) -> None:
 @cache
 def kernels(width: int) -> tuple[Any, Any]:
     """Return the compiled encoder and decoder of elements of `width` bytes."""
-    encoder, decoder = bodies(width)
+    encoder, decoder = kernel_functions(width)
     return cuda.jit(encoder), cuda.jit(decoder)
 
 
@@ -169,7 +169,7 @@ def _start_of_warp(state: Any, tile: Any, total: Any, sums: Any, shared: Any) ->
     return shared[0] + sums[warp]
 
 
-def bodies(width: int) -> tuple[Any, Any]:
+def kernel_functions(width: int) -> tuple[Any, Any]:
     """Return the two kernels as plain functions, to be compiled.
 
     The encoder takes (elements, mask, values, used, state), the decoder (mask, values, elements,

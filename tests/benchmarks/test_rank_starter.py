@@ -1,4 +1,4 @@
-"""Ranks are forked of processes that have imported what they need, and say why they failed."""
+"""Ranks are forked from processes that have imported their modules, and say why they failed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def main(rpc: RankRpc) -> None:
             raise RuntimeError("as ordered")
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         network = os.stat("/proc/self/ns/net").st_ino
-        found = {"pid": os.getpid(), "network": network, "cpus": sorted(os.sched_getaffinity(0))}
-        rpc.reply({**found, **{name: os.environ[name] for name in names}})
+        answer = {"pid": os.getpid(), "network": network, "cpus": sorted(os.sched_getaffinity(0))}
+        rpc.reply({**answer, **{name: os.environ[name] for name in names}})
 
 
 def test_groups_of_ranks_come_and_go(bed: Testbed) -> None:
@@ -56,10 +56,10 @@ def test_each_rank_is_on_its_host() -> None:
     with Testbed([Host(), Host(cpus=(cpu,))]) as bed:
         ranks = Ranks(RankStarter(bed, [__name__]), __name__, 2, timeout=60.0)
         answers = ranks.ask({})
-        for machine, answer in zip(bed.hosts, answers, strict=True):
-            namespace = Path("/run/netns", machine.namespace)
+        for host, answer in zip(bed.hosts, answers, strict=True):
+            namespace = Path("/run/netns", host.namespace)
             assert answer["network"] == namespace.stat().st_ino
-            members = (machine.cgroup / "cgroup.procs").read_text().split()
+            members = (host.cgroup / "cgroup.procs").read_text().split()
             assert str(answer["pid"]) in members
         assert answers[1]["cpus"] == [cpu]
 

@@ -41,7 +41,7 @@ def test_kernels_compile(width: int, capability: tuple[int, int]) -> None:
 
     kind = {1: types.uint8, 2: types.uint16, 4: types.uint32}[width]
     data, mask, numbers = (types.Array(t, 1, "C") for t in (kind, types.uint32, types.int64))
-    encode, decode = zvc_cuda.bodies(width)
+    encode, decode = zvc_cuda.kernel_functions(width)
     ptx, _ = cuda.compile_ptx(encode, (data, mask, data, numbers, numbers), cc=capability)
     assert "vote.sync.ballot" in ptx
     ptx, _ = cuda.compile_ptx(decode, (mask, data, data, numbers), cc=capability)

@@ -28,6 +28,7 @@ class LearnedPlan:
     messages: tuple[Transmission, ...]
 
 
+# A message to send now, or a step's messages to repeat.
 Plan = Transmission | LearnedPlan
 
 
@@ -39,7 +40,8 @@ class CoordinatorLink:
         coordinator: Rank of the coordinator.
 
     Attributes:
-        log: On the coordinator's rank, the plans of the last two steps in order; elsewhere empty.
+        log: On the coordinator's rank, the messages planned in the last two steps, in order;
+            elsewhere empty.
     """
 
     def __init__(self, mailbox: Mailbox, coordinator: int = 0) -> None:
@@ -116,31 +118,33 @@ class CoordinatorLink:
             else:
                 self._finished.add(rank)
                 if len(self._finished) == len(self._mailbox.names):
-                    learned = [plan for plan in self.log if plan.entries[0][0] == rows[0][0]]
+                    learned = [
+                        message for message in self.log if message.entries[0][0] == rows[0][0]
+                    ]
                     self._broadcast(learned, is_learned=True)
                 return
-            plans = self._planner.next_transmissions()
-            self._record(plans)
-            if plans:
-                self._broadcast(plans)
+            messages = self._planner.next_transmissions()
+            self._record(messages)
+            if messages:
+                self._broadcast(messages)
 
-    def _record(self, plans: list[Transmission]) -> None:
-        """Add plans to the log. A rank may be a step ahead of the others, so two steps are kept."""
-        self.log += plans
-        newest = max((plan.entries[0][0] for plan in plans), default=0)
+    def _record(self, messages: list[Transmission]) -> None:
+        """Add messages to the log. A rank may be a step ahead of others, so two steps are kept."""
+        self.log += messages
+        newest = max((message.entries[0][0] for message in messages), default=0)
         if newest > self._newest_step:
             self._newest_step = newest
-            self.log = [plan for plan in self.log if plan.entries[0][0] >= newest - 1]
+            self.log = [message for message in self.log if message.entries[0][0] >= newest - 1]
 
-    def _broadcast(self, plans: list[Transmission], *, is_learned: bool = False) -> None:
-        rows = [[p.source, p.destination, [list(e) for e in p.entries]] for p in plans]
+    def _broadcast(self, messages: list[Transmission], *, is_learned: bool = False) -> None:
+        rows = [[m.source, m.destination, [list(e) for e in m.entries]] for m in messages]
         for other in range(len(self._mailbox.names)):
             if other != self._mailbox.rank:
                 self._mailbox.send(other, Channel.SYNC_PLAN, _KEY, [is_learned, rows])
-        self._pass_on(plans, is_learned)
+        self._pass_on(messages, is_learned)
 
-    def _pass_on(self, plans: Sequence[Transmission], is_learned: bool) -> None:
-        for plan in [LearnedPlan(tuple(plans))] if is_learned else plans:
+    def _pass_on(self, messages: Sequence[Transmission], is_learned: bool) -> None:
+        for plan in [LearnedPlan(tuple(messages))] if is_learned else messages:
             self._on_plan(plan)
 
     def _receiver(self, rank: int) -> Callable[[Item], None]:
@@ -167,7 +171,6 @@ class CoordinatorLink:
             is_learned, rows = plans_of(
                 content_of(item, self.name), len(self._mailbox.names), self.name
             )
-            plans = [Transmission(*row) for row in rows]
-            self._pass_on(plans, is_learned)
+            self._pass_on([Transmission(*row) for row in rows], is_learned)
         except Exception as error:
             self._on_failure(error)

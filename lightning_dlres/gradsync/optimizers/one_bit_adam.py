@@ -276,6 +276,7 @@ class OneBitAdam(torch.optim.Optimizer):
             state, beta1 = self.state[parameter], group["betas"][0]
             momentum = state["exp_avg"]
             values = momenta[name].view(momentum.shape)
+            # Elements without a variance stay: a one-bit momentum is never zero.
             values.masked_fill_(state["exp_avg_sq"].isinf(), 0.0)
             if values.data_ptr() != momentum.data_ptr():
                 momentum.copy_(values)
@@ -291,7 +292,7 @@ class OneBitAdam(torch.optim.Optimizer):
             return self._rule.is_last(self._steps)
         norms = [state["exp_avg_sq"].sum(dtype=torch.float32) for state in self.state.values()]
         is_stable = self._rule.add(math.fsum(map(float, norms)))
-        # Unlike machines may round the norm in other ways.
+        # Processors of different kinds may round the norm differently.
         return self.sync.agree(is_stable)
 
     def _freeze(self) -> None:

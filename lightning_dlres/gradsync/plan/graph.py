@@ -1,4 +1,4 @@
-"""SyncTask graphs of a unit: a parameter server and a ring, over the same five kinds of tasks.
+"""Task graphs of a unit: a parameter server and a ring, over the same five kinds of tasks.
 
 Compute tasks encode, merge and decode; transfer tasks send and receive. A task of one kind never
 waits inside a task of the other kind: it becomes ready when its predecessors are done. The graph of
@@ -60,6 +60,7 @@ class SyncTask:
 
 
 Graph = tuple[SyncTask, ...]
+# Function that returns a rank's graph from the rank, the number of ranks, and the unit's owner.
 Topology = Callable[[int, int, int], Graph]
 
 
@@ -98,7 +99,7 @@ def parameter_server(rank: int, world_size: int, owner: int, *, encodes_own: boo
 
 
 def ring(rank: int, world_size: int, owner: int) -> Graph:
-    """Return a rank's graph in which a partial sum goes around from the owner, then the sum.
+    """Return a rank's graph in which a partial sum, and then the sum, goes around the ring.
 
     The sum is in the order of the ring: owner, owner + 1, and so on. Its last rank completes it.
 

@@ -70,7 +70,7 @@ class SyncStep:
         return min(step.start_ns for step in self.ranks.values())
 
     @property
-    def backward_seconds(self) -> float:
+    def backward_and_sync_seconds(self) -> float:
         """Time of backward and of the synchronisation after it, on the slowest rank."""
         return max(step.end_ns - step.start_ns for step in self.ranks.values()) / 1e9
 
@@ -145,9 +145,9 @@ class SyncMeasurement:
         return statistics.median(intervals) if intervals else None
 
     @property
-    def backward_seconds(self) -> float:
+    def backward_and_sync_seconds(self) -> float:
         """Median time of backward and synchronisation on the slowest rank."""
-        return statistics.median(step.backward_seconds for step in self.steps)
+        return statistics.median(step.backward_and_sync_seconds for step in self.steps)
 
     @property
     def compute_seconds(self) -> float:
@@ -167,8 +167,8 @@ class SyncMeasurement:
     @property
     def typical(self) -> SyncStep:
         """Step whose backward and synchronisation are closest to the median."""
-        median = self.backward_seconds
-        return min(self.steps, key=lambda step: abs(step.backward_seconds - median))
+        median = self.backward_and_sync_seconds
+        return min(self.steps, key=lambda step: abs(step.backward_and_sync_seconds - median))
 
     def _figures(self, rank: int) -> RankFigures:
         steps = [step.ranks[rank] for step in self.steps]
@@ -227,14 +227,15 @@ def _deliveries(ranks: Mapping[int, RankStep]) -> Iterator[Delivery]:
         for span in step.tasks:
             if span.name == "receive":
                 receives[int(str(span.args.get("peer"))), rank].append(span)
-    taken: dict[tuple[int, int], int] = defaultdict(int)
+    # Number of messages of each link that have been paired.
+    paired: dict[tuple[int, int], int] = defaultdict(int)
     for rank, step in ranks.items():
         for span in step.tasks:
             if span.name != "send":
                 continue
             link = rank, int(str(span.args.get("peer")))
-            arrivals, index = receives[link], taken[link]
-            taken[link] += 1
+            arrivals, index = receives[link], paired[link]
+            paired[link] += 1
             end_ns = span.end_ns
             if index < len(arrivals):
                 end_ns = max(end_ns, arrivals[index].end_ns)

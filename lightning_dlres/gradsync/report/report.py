@@ -59,8 +59,9 @@ class SyncReport:
         measured = self.measured
         count = len(measured.steps)
         step = "" if measured.step_seconds is None else f"step {_time(measured.step_seconds)}, "
+        backward = _time(measured.backward_and_sync_seconds)
         parts = [
-            f"dlres: {step}backward with synchronisation {_time(measured.backward_seconds)} "
+            f"dlres: {step}backward with synchronisation {backward} "
             f"measured (median of {count} {'step' if count == 1 else 'steps'})"
         ]
         if self.predicted is not None:
@@ -144,7 +145,11 @@ class SyncReport:
     def _prediction_table(self, predicted: PredictedStep) -> str:
         measured = self.measured
         rows = [
-            ("backward with synchronisation", predicted.step_seconds, measured.backward_seconds),
+            (
+                "backward with synchronisation",
+                predicted.step_seconds,
+                measured.backward_and_sync_seconds,
+            ),
             ("compute tasks, busiest rank", predicted.compute_seconds, measured.compute_seconds),
             ("messages, busiest link", predicted.transfer_seconds, measured.link_seconds),
         ]

@@ -116,8 +116,8 @@ class _Kernels(NamedTuple):
 @cache
 def kernels() -> _Kernels:
     """Return the compiled kernels."""
-    bodies = threshold_magnitudes, threshold_encode, threshold_adapt, threshold_decode
-    return _Kernels(*map(cuda.jit, bodies))
+    kernel_functions = threshold_magnitudes, threshold_encode, threshold_adapt, threshold_decode
+    return _Kernels(*map(cuda.jit, kernel_functions))
 
 
 def threshold_magnitudes(gradient: Any, sums: Any, threshold: Any, scale: Any) -> None:

@@ -48,7 +48,9 @@ def sync_sections(
 
 def _pictures(measured: SyncMeasurement) -> dict[str, bytes]:
     step = measured.typical
-    title = f"Step {step.number}: {1e3 * step.backward_seconds:.3g} ms from backward to means"
+    title = (
+        f"Step {step.number}: {1e3 * step.backward_and_sync_seconds:.3g} ms from backward to means"
+    )
     if len(measured.steps) > 1:
         title += f", the closest to the median of {len(measured.steps)} steps"
     try:

@@ -22,7 +22,7 @@ def test_figures_of_a_rank_are_medians_over_the_steps() -> None:
     assert zero.ratio == one.ratio == 16
     assert zero.task_seconds["encode"] == pytest.approx(3e-3)
     assert measured.step_seconds == pytest.approx(20e-3)
-    assert measured.backward_seconds == pytest.approx(18e-3)
+    assert measured.backward_and_sync_seconds == pytest.approx(18e-3)
     assert measured.compute_seconds == pytest.approx(9e-3)
     assert (zero.exposed_seconds, zero.exposed_compute_seconds) == pytest.approx((8e-3, 5e-3))
 

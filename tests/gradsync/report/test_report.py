@@ -14,7 +14,7 @@ from tests.gradsync.report.hand_made import Spans, run_spans, span
 
 @dataclass(frozen=True)
 class Times:
-    """Prediction with the fields of a cost model's."""
+    """Predicted times, named as in `StepPrediction`."""
 
     step_seconds: float
     compute_seconds: float

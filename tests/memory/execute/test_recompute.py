@@ -48,10 +48,11 @@ def test_an_argument_that_is_passed_twice_is_restored_as_one_tensor() -> None:
     expected = gradients()
     # Hooks return a new tensor each time, as the engine's hooks do.
     with patch_recompute(root, ["block"]), saved_tensors_hooks(Tensor.detach, Tensor.detach):
-        found = gradients()
+        actual = gradients()
+    # The plain forward, the patched one, and its recomputation.
     assert root["block"].seen == [(True, False)] * 3
-    assert len(found) == len(expected) > 0
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert len(actual) == len(expected) > 0
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 class Subclass(Tensor):
@@ -130,9 +131,9 @@ def gradients_of(way: Way, *checks: BitwiseCheck, recomputes: bool) -> list[Tens
 
 @pytest.mark.parametrize("way", [with_an_attribute, as_a_subclass, by_keyword, with_other_weights])
 def test_modules_with_unrepeatable_arguments_are_not_recomputed(way: Way) -> None:
-    expected, found = gradients_of(way, recomputes=False), gradients_of(way, recomputes=True)
-    assert len(found) == len(expected) > 0
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    expected, actual = gradients_of(way, recomputes=False), gradients_of(way, recomputes=True)
+    assert len(actual) == len(expected) > 0
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 def test_changed_weights_raise_an_error() -> None:

@@ -18,7 +18,7 @@ from lightning_dlres.memory.plan.placement import Lifetime, overlap
 from lightning_dlres.memory.plan.plan import MemoryPlan
 from lightning_dlres.memory.plan.planner import plan_memory, smallest_budget
 from lightning_dlres.memory.plan.simulator import simulate
-from lightning_dlres.memory.profile.step_profile import StepProfile
+from lightning_dlres.memory.profile.step_profile import Region, StepProfile
 from tests.support.examples import examples
 from tests.support.memory_profiles import MIB, all_selections, any_profile, profiles, stack
 
@@ -100,6 +100,7 @@ def test_plans_stay_within_their_limits(profile: StepProfile) -> None:
 
 
 def test_a_fetch_waits_for_storages_that_are_leaving() -> None:
+    # A profile in which a storage is still leaving when another one is fetched.
     profile = any_profile(random.Random(886), 12)
     smallest = smallest_budget(profile)
     assert plan_memory(profile, MemoryLimits(device=smallest)).peak <= smallest + 1
@@ -112,12 +113,12 @@ def storage_end(profile: StepProfile, saved: int) -> int:
 @pytest.mark.parametrize("seed", range(60))
 def test_the_smallest_budget_agrees_with_brute_force(seed: int) -> None:
     profile = without_overlap(any_profile(random.Random(seed), most=4))
-    found = smallest_budget(profile)
+    smallest = smallest_budget(profile)
     peaks = [
         simulate(profile, choices, regions=regions, reuses=reuses).peak
         for choices, regions, reuses in all_selections(profile)
     ]
-    assert found == pytest.approx(min(peaks), abs=2)
+    assert smallest == pytest.approx(min(peaks), abs=2)
 
 
 def test_copies_that_overlap_cost_no_time() -> None:
@@ -144,18 +145,16 @@ def test_one_link_carries_both_directions() -> None:
 
 
 def test_storages_of_the_last_layers_stay() -> None:
-    # Their storages are used at once.
+    # Backward uses them at once, so a copy would only delay it.
     profile = stack([20] * 8, seconds=0.02)
     plan = plan_memory(profile, MemoryLimits(saved=100 * MIB))
-    away = [d.action is MemoryAction.OFFLOAD for d in plan.decisions]
-    assert away[0]
-    assert not away[-1]
+    is_offloaded = [d.action is MemoryAction.OFFLOAD for d in plan.decisions]
+    assert is_offloaded[0]
+    assert not is_offloaded[-1]
     assert plan.seconds == pytest.approx(plan.plain_seconds)
 
 
 def test_modules_are_recomputed_if_the_link_is_slow() -> None:
-    from lightning_dlres.memory.profile.step_profile import Region
-
     profile = stack([20] * 6, seconds=0.01, out_rate=1e8, in_rate=1e8)
     regions = tuple(
         Region(layer=f"layer{n}", storages=(n,), seconds=0.01, entry=n) for n in range(6)

@@ -26,6 +26,7 @@ def test_backward_from_loss_gives_the_gradients_of_the_scaled_loss(
     dtype: torch.dtype, scale: float, expected: float
 ) -> None:
     output = torch.ones(2, dtype=dtype, requires_grad=True)
+    # A stand-in whose replica has only micro-batch 4.
     step = cast(Any, SimpleNamespace(gradients={}, own=[4]))
     TrainingStep.backward_from_loss(step, (3 * output).sum(), [[output]], [], scale)
     assert step.gradients[4][0].tolist() == [expected, expected]
