@@ -64,13 +64,10 @@ def tried_coordinator(
 
 def _step_seconds(session: SyncSession, plan: SyncPlan, device: torch.device) -> list[float]:
     """Return the seconds of some steps with random gradients."""
-    counts: dict[str, int] = {}
-    for unit in plan.units:
-        counts[unit.gradient] = max(counts.get(unit.gradient, 0), unit.stop)
     generator = torch.Generator(device).manual_seed(session.mailbox.rank)
     gradients = {
         name: torch.randn(count, generator=generator, device=device)
-        for name, count in counts.items()
+        for name, count in plan.gradient_counts().items()
     }
     seconds = []
     for step in range(_WARM_UP_STEPS + _STEPS):

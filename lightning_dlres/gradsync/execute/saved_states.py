@@ -75,13 +75,10 @@ def saved_plan(
     if text is None:
         return None
     plan = SyncPlan.from_json(text)
-    counts: dict[str, int] = {}
-    for unit in plan.units:
-        counts[unit.gradient] = max(counts.get(unit.gradient, 0), unit.stop)
     fits = (
         plan.world_size == world_size
         and plan.topology in topologies
-        and counts == {gradient.name: gradient.count for gradient in gradients}
+        and plan.gradient_counts() == {gradient.name: gradient.count for gradient in gradients}
         and {unit.codec for unit in plan.units} <= {RAW, *codecs}
     )
     return plan if fits else None
@@ -153,7 +150,9 @@ def continue_states(
 
 
 def unsent_mean(saved: Sequence[SavedStates], gradient: GradientSpec) -> Tensor:
-    """Return what the mean of a gradient lacked at the end of an earlier run, for a single rank.
+    """Return what an earlier run had not sent of a gradient, to be added on a single rank.
+
+    It is the sum of all residuals, divided by the number of ranks, as means are.
 
     Args:
         saved: Saved states of all ranks of the earlier run, by rank.
@@ -225,8 +224,10 @@ def _resplit(
     parts = {task.part for task in graph if task.kind is TaskKind.ENCODE}
     is_same_size = len(saved) == plan.world_size
     own = [saved[rank]] if is_same_size else saved
-    # A mean over the old ranks on each of the new ones has the factor in it already.
+    # Names of the tensors with an entry per element; others cannot be cut.
     kept = {name for name, tensor in codec.new_state(2, device).items() if tensor.numel() == 2}
+    # Each new rank takes the mean over the old ones. Together they then have the sum, times the new
+    # number of ranks over the old one.
     share = _collect(own, unit, Part.GRADIENT, kept, 1 / len(own))
     if Part.GRADIENT in parts:
         _fill(states.of(unit, Part.GRADIENT, codec, device), share)

@@ -66,6 +66,13 @@ class SyncPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return the units of a gradient, in the order of its elements."""
         return [unit for unit in self.units if unit.gradient == gradient]
 
+    def gradient_counts(self) -> dict[str, int]:
+        """Return the number of elements of each gradient, by name."""
+        counts: dict[str, int] = {}
+        for unit in self.units:
+            counts[unit.gradient] = max(counts.get(unit.gradient, 0), unit.stop)
+        return counts
+
     def table(self) -> str:
         """Return the plan as a table for printing: a row for each rank and codec."""
         groups: dict[tuple[int, str], list[SyncUnit]] = {}

@@ -14,7 +14,7 @@ from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 from lightning_dlres.gradsync.report.measurement import RankFigures, SyncMeasurement
 from lightning_dlres.gradsync.report.rank_steps import TASKS
 
-_NO_TASKS = "DistributedDataParallel's all-reduce"
+_ALL_REDUCE = "DistributedDataParallel's all-reduce"
 
 
 class PredictedStep(Protocol):
@@ -140,7 +140,7 @@ class SyncReport:
     def _without_tasks(self) -> str:
         if len(self.measured.ranks) == 1:
             return "a single rank has nothing to synchronise"
-        return f"gradients are synchronised by {_NO_TASKS}"
+        return f"gradients are synchronised by {_ALL_REDUCE}"
 
     def _prediction_table(self, predicted: PredictedStep) -> str:
         measured = self.measured
@@ -153,7 +153,7 @@ class SyncReport:
             ("compute tasks, busiest rank", predicted.compute_seconds, measured.compute_seconds),
             ("messages, busiest link", predicted.transfer_seconds, measured.link_seconds),
         ]
-        cells = [[name, _ms(planned), _ms(seconds)] for name, planned, seconds in rows]
+        cells = [[name, _ms(expected), _ms(actual)] for name, expected, actual in rows]
         return render("", ["ms", "predicted", "measured"], cells)
 
     def _ranks_table(self) -> str:

@@ -121,7 +121,7 @@ def kernels() -> _Kernels:
 
 
 def threshold_magnitudes(gradient: Any, sums: Any, threshold: Any, scale: Any) -> None:
-    """Write the sum of the magnitudes of each block, and its elements, if the threshold is zero."""
+    """Write the sum and the number of each block's magnitudes, if the threshold is zero."""
     # All threads of a block take the same branch, as the barriers in `tree_sum` demand.
     if threshold[0] == float32(0):
         lanes = cuda.shared.array((1, THREADS), float32)
@@ -208,7 +208,7 @@ def threshold_adapt(sums: Any, threshold: Any, multiple: Any, only_zero: Any) ->
     """
     if not only_zero or threshold[0] == float32(0):
         total, number = sum_of_column(sums, 0), sum_of_column(sums, 1)
-        # The barriers of the sums lie between the other threads' reads of the threshold and this.
+        # All threads have read the threshold above: `sum_of_column` has barriers.
         if cuda.threadIdx.x == 0:
             mean = total / max(number, float64(1))
             next_threshold = multiply_double(mean, multiple)

@@ -22,8 +22,8 @@ BLOCK = 4096
 COUNTS = {"scalar": 1, "none": 0, "bias": 300, "weight": 9000, "large": 20_000}
 DTYPES = {"bias": torch.bfloat16, "large": torch.float16}
 BIASED = ("onebit", "tbq", "int8", "fp8", "fp16", "bf16", "graddrop", "dgc")
-FIRST = ("tbq", RAW, "onebit", "fp16", "graddrop", "qsgd", "terngrad")
-CODECS = (*FIRST, *(name for name in BIASED if name not in FIRST))
+ALWAYS_TESTED = ("tbq", RAW, "onebit", "fp16", "graddrop", "qsgd", "terngrad")
+CODECS = (*ALWAYS_TESTED, *(name for name in BIASED if name not in ALWAYS_TESTED))
 # Codecs by what becomes NaN together: an element, a block, or (all others) a whole unit.
 BY_ELEMENT, BY_BLOCK = (RAW, "tbq", "fp16", "bf16"), ("onebit", "int8", "fp8", "qsgd")
 # A position of each gradient that is not finite: the ends of a gradient and of a block.
@@ -132,7 +132,7 @@ def cases(names: Sequence[str], others: Sequence[Any], default: int) -> list[Any
 
 
 @pytest.mark.parametrize(
-    ("topology", "world_size", "name"), cases(CODECS, [2, 3], default=len(FIRST))
+    ("topology", "world_size", "name"), cases(CODECS, [2, 3], default=len(ALWAYS_TESTED))
 )
 def test_values_that_are_not_finite_reach_all_ranks_and_no_residual(
     pool: RankPool, topology: str, world_size: int, name: str
@@ -148,8 +148,8 @@ def test_values_that_are_not_finite_reach_all_ranks_and_no_residual(
     results = pool.run(synchronise, world_size, topology, name, 3, bad, mixed=True)
     masks = not_finite(plan_for(world_size, topology, name), name)
     for means, _ in results:
-        for step, of_step in enumerate(means):
-            for key, mean in of_step.items():
+        for step, means_of_step in enumerate(means):
+            for key, mean in means_of_step.items():
                 assert mean.dtype == DTYPES.get(key, torch.float32)
                 expected = masks[key] if step == 1 else torch.zeros_like(masks[key])
                 assert torch.equal(~mean.isfinite(), expected), (key, step)
@@ -169,10 +169,12 @@ def test_nothing_is_lost_where_steps_overflow(
         (0, 5, "large", 19_999): math.inf,
     }
     results = pool.run(synchronise, ranks, topology, name, steps, bad, mixed=False)
-    taken = [step for step in range(steps) if step not in skipped]
+    kept_steps = [step for step in range(steps) if step not in skipped]
     for key in COUNTS:
-        given = sum(gradients(r, s, bad, False)[key].double() for s in taken for r in range(ranks))
-        total = sum(ranks * results[0][0][step][key].double() for step in taken)
+        given = sum(
+            gradients(r, s, bad, False)[key].double() for s in kept_steps for r in range(ranks)
+        )
+        total = sum(ranks * results[0][0][step][key].double() for step in kept_steps)
         total += sum(residuals[key].double() for _, residuals in results)
         torch.testing.assert_close(total, given, rtol=0, atol=1e-4)
 
@@ -191,8 +193,8 @@ def test_huge_values_are_the_same_on_all_ranks_and_leave_finite_states(
     bad |= {(rank, 2, "scalar", 0): -value for rank in range(3)}
     results = pool.run(synchronise, 3, topology, name, 5, bad, mixed=True)
     for means, _ in results:
-        for step, of_step in enumerate(means):
-            for key, mean in of_step.items():
+        for step, means_of_step in enumerate(means):
+            for key, mean in means_of_step.items():
                 assert same_bits(mean, results[0][0][step][key])
                 if key in DTYPES or step == 0:
                     assert mean.isfinite().all()

@@ -30,8 +30,8 @@ def test_a_residual_is_rounded_after_each_operation() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_blocks_too_small_for_a_scale_stay_in_the_residual(bits: int) -> None:
-    """A level's distance near the smallest float32 has no finite inverse."""
+def test_blocks_too_small_for_a_step_stay_in_the_residual(bits: int) -> None:
+    """A step near the smallest float32 has no finite inverse."""
     values, residual = torch.zeros(100), torch.zeros(100)
     values[3], values[5] = 1e-37, -3e-38
     payload, decoded = encoded(values, residual, bits), torch.empty(100)

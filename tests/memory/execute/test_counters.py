@@ -48,10 +48,10 @@ def outcome(step: Step, hooks: Hooks) -> list[Tensor] | None:
 
 
 def require_parity(step: Step, engine: ScriptedEngine) -> list[Tensor] | None:
-    plain, ours = outcome(step, nullcontext), outcome(step, engine.hooks)
-    assert (plain is None) == (ours is None)
-    for expected, found in zip(plain or (), ours or (), strict=True):
-        assert torch.equal(expected, found)
+    plain, actual = outcome(step, nullcontext), outcome(step, engine.hooks)
+    assert (plain is None) == (actual is None)
+    for expected, gradient in zip(plain or (), actual or (), strict=True):
+        assert torch.equal(expected, gradient)
     return plain
 
 
@@ -108,9 +108,9 @@ def changed_by_another(make: Callable[[Tensor], Tensor]) -> Step:
 
 
 def with_data_of(y: Tensor) -> Tensor:
-    found = torch.zeros(64)
-    found.data = y
-    return found
+    alias = torch.zeros(64)
+    alias.data = y
+    return alias
 
 
 class Squares(torch.autograd.Function):
