@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.support.command import Figures, conclude_on_testbed, flags
-from benchmarks.support.gradsync_rank import LAYERS, WIDTH
+from benchmarks.support.gradsync_contender import LAYERS, WIDTH
 from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.ranks import Ranks
 from benchmarks.support.report import at_least, at_most, conclude, table

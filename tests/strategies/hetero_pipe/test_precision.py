@@ -29,7 +29,8 @@ class PlantOverflow(Callback):
 
     def __init__(self, parameter: str, step: int, unused: Sequence[int]) -> None:
         self.parameter, self.step, self.unused, self.scales = parameter, step, unused, []
-        self.before: list[dict[str, Tensor]] = []
+        # Per step: the rank's weights after it.
+        self.weights: list[dict[str, Tensor]] = []
         # Per step: True if all gradients were finite just before the optimizer's step.
         self.finite: list[bool] = []
 
@@ -49,7 +50,7 @@ class PlantOverflow(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         self.scales.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
         held = {n: p.detach().clone() for n, p in module.named_parameters() if not p.is_meta}
-        self.before.append(held)
+        self.weights.append(held)
 
 
 def fit_16_mixed(
@@ -61,7 +62,7 @@ def fit_16_mixed(
     """Train with a gradient scaler on the CPU, and an overflow in step 2."""
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     plant, task = _fit(context, stages, scaler, parameter, unused=unused)
-    return plant.scales, plant.before, {n: p.detach() for n, p in task.named_parameters()}
+    return plant.scales, plant.weights, {n: p.detach() for n, p in task.named_parameters()}
 
 
 def _fit(
@@ -121,7 +122,7 @@ def fit_with_disabled_scaler(
     """Return the steps with finite gradients, and the weights after the overflow of step 2."""
     scaler = GradScaler("cpu", enabled=False)
     plant, _ = _fit(context if stages > 1 else None, stages, scaler, "net.0.weight")
-    return plant.finite[:3], plant.before[2]
+    return plant.finite[:3], plant.weights[2]
 
 
 def test_a_disabled_scaler_leaves_the_gradients_of_other_stages(pool: RankPool) -> None:

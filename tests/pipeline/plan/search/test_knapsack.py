@@ -57,7 +57,7 @@ def test_a_layer_that_frees_nothing_is_never_chosen() -> None:
     assert cheapest_cover([0.0, 5.0], [-2, 9], 9) == (1,)
 
 
-def test_many_layers_of_equal_cost_per_byte_are_solved_fast() -> None:
+def test_many_layers_of_equal_cost_per_byte_are_solved() -> None:
     # Without a bound, the list of undominated sets doubles with each of them.
     freed = [1_000_003 + 7919 * (index * index % 61) for index in range(48)]
     chosen = cheapest_cover([size * 1e-9 for size in freed], freed, need := sum(freed) * 3 // 5)
@@ -70,11 +70,11 @@ def test_many_layers_of_equal_cost_per_byte_are_solved_fast() -> None:
 def test_no_set_is_cheaper_for_two_devices(
     items: list[tuple[float, float, int]], need: int
 ) -> None:
-    found = cheapest_covers(
+    covers = cheapest_covers(
         [[a for a, _, _ in items], [b for _, b, _ in items]], [*_freed(items)], need
     )
-    spent = [_spent([items[index] for index in chosen]) for chosen in found]
-    for chosen in found:
+    spent = [_spent([items[index] for index in chosen]) for chosen in covers]
+    for chosen in covers:
         assert list(chosen) == sorted(set(chosen))
         assert sum(items[index][2] for index in chosen) >= need
     for count in range(len(items) + 1):
