@@ -219,9 +219,11 @@ class SyncExecutor:
                         sends.add(ReadySend(*ready))
                     else:
                         tasks.append(ready)
-                is_last = not tasks and self._computes.empty()
-                if sends.items and (is_last or sends.is_due()):
+                if sends.items and sends.is_due():
                     self._transfers.put(sends.take())
+            # Here, and not after the last task: an entry without tasks may come last.
+            if sends.items and self._computes.empty():
+                self._transfers.put(sends.take())
 
     def _transfer(self) -> None:
         while True:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import queue
+from typing import Any
+
+import pytest
 import torch
 
+from lightning_dlres.gradsync.execute import transmitters
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.transmitters import (
     FOLLOWING_SECONDS,
@@ -14,6 +19,8 @@ from lightning_dlres.gradsync.execute.transmitters import (
 from lightning_dlres.gradsync.execute.unit_run import StepOptions, UnitRun, UnitTasks
 from lightning_dlres.gradsync.plan.graph import parameter_server
 from lightning_dlres.gradsync.plan.units import SyncUnit
+from tests.gradsync.execute.test_broken_messages import lonely
+from tests.support.waiting import wait_until
 
 
 class Clock:
@@ -72,3 +79,32 @@ def test_payloads_wait_for_some_time_or_bytes() -> None:
     assert not sends.is_due()
     clock.now += FOLLOWING_SECONDS
     assert sends.is_due()
+
+
+class LateEntry(queue.SimpleQueue[Any]):
+    """Queue to which an entry without tasks comes just before its first reader finds it empty.
+
+    A bucket's entry has no tasks on the owner of all its units, which waits for the other ranks.
+    """
+
+    has_come = False
+
+    def empty(self) -> bool:
+        if not self.has_come:
+            self.has_come = True
+            self.put([])
+        return super().empty()
+
+
+def test_payloads_do_not_wait_for_an_entry_without_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transmitters, "FOLLOWING_SECONDS", 1e6)
+    with lonely(rank=1) as one:
+        executor = one.sync._executor
+        idle, executor._computes = executor._computes, LateEntry()
+        # The thread that computes goes on to the other queue.
+        idle.put([])
+        one.start()
+        wait_until(
+            lambda: sum(len(tree[1]) for _, _, tree in one.mailbox.sent) == 2, "both are sent"
+        )
+        assert executor._computes.has_come
