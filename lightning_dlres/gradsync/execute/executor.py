@@ -14,7 +14,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from torch import Tensor
 
@@ -33,6 +32,7 @@ from lightning_dlres.gradsync.execute.transmitters import (
     CoordinatedTransmitter,
     DirectTransmitter,
     ReadySend,
+    StepStart,
     TransferItem,
     Transmitter,
     WaitingSends,
@@ -46,13 +46,6 @@ _POLL_SECONDS = 0.05
 _KEY = ("gradients",)
 # A unit in its step, and the position of a task in its graph.
 Task = tuple[UnitRun, int]
-
-
-class _Signal(Enum):
-    """Signal to the thread of transfers."""
-
-    WAKE = "wake"
-    END = "end"
 
 
 @dataclass
@@ -108,7 +101,7 @@ class SyncExecutor:
         self._expected = {peer: frozenset(payloads) for peer, payloads in expected.items()}
         # Tasks and items that become ready together have one entry, which wakes the thread once.
         self._computes: queue.SimpleQueue[Sequence[Task] | None] = queue.SimpleQueue()
-        self._transfers: queue.SimpleQueue[Sequence[TransferItem] | _Signal] = queue.SimpleQueue()
+        self._transfers: queue.SimpleQueue[Sequence[TransferItem] | None] = queue.SimpleQueue()
         self._next_check = 0.0
         # Guards the fields below and the counters of all units.
         self._lock = threading.Lock()
@@ -161,8 +154,9 @@ class SyncExecutor:
         if failure is not None or not runs:
             on_done(failure)
             return
-        # The thread of transfers watches the deadline, also if this rank has nothing to send yet.
-        self._transfers.put(_Signal.WAKE)
+        # Wakes the thread of transfers, which watches the deadline, also if this rank has nothing
+        # to send yet.
+        self._transfers.put([StepStart(step)])
         self._computes.put([(run, position) for run in runs for position in run.tasks.first])
         try:
             self._enqueue(self._finish([self._deliver(*entry) for entry in arrived]))
@@ -187,7 +181,7 @@ class SyncExecutor:
         """End the threads; unfinished units stay unfinished."""
         self._announced.clear()
         self._computes.put(None)
-        self._transfers.put(_Signal.END)
+        self._transfers.put(None)
         for thread in self._threads:
             thread.join()
 
@@ -230,14 +224,13 @@ class SyncExecutor:
             items: list[TransferItem] = []
             # Take everything that is ready, so that one message carries it.
             for entry in self._next_items():
-                if entry is _Signal.END:
+                if entry is None:
                     return
-                if not isinstance(entry, _Signal):
-                    items += entry
+                items += entry
             for destination, sends in self._transmitter.take(items):
                 self._send(destination, sends)
 
-    def _next_items(self) -> Iterator[Sequence[TransferItem] | _Signal]:
+    def _next_items(self) -> Iterator[Sequence[TransferItem] | None]:
         """Yield the entries of the queue of transfers; wait for the first one."""
         try:
             yield self._transfers.get(timeout=None if self._is_idle() else _POLL_SECONDS)

@@ -104,8 +104,15 @@ class WaitingSends:
         return items
 
 
+@dataclass(frozen=True)
+class StepStart:
+    """Units of a step were started on this rank, so the step before is done here."""
+
+    step: int
+
+
 # Item of the queue of transfers.
-TransferItem = ReadySend | Transmission | LearnedPlan
+TransferItem = ReadySend | StepStart | Transmission | LearnedPlan
 # Destination and payloads of a message.
 Message = tuple[int, list[ReadySend]]
 
@@ -128,8 +135,8 @@ class DirectTransmitter(Transmitter):
     def take(self, items: Sequence[TransferItem]) -> list[Message]:
         by_destination: dict[int, list[ReadySend]] = defaultdict(list)
         for item in items:
-            assert isinstance(item, ReadySend)
-            by_destination[item.destination].append(item)
+            if isinstance(item, ReadySend):
+                by_destination[item.destination].append(item)
         return [
             (destination, message)
             for destination, sends in by_destination.items()
@@ -172,16 +179,19 @@ class CoordinatedTransmitter(Transmitter):
             elif isinstance(item, Transmission):
                 if item.source == self._rank:
                     messages.append(self._message(item.destination, item.entries))
+            elif isinstance(item, StepStart):
+                # Not only when a payload is ready: it may depend on those of ranks that wait for
+                # the plan.
+                if self._is_replayed(item.step) and not self._has_asked:
+                    # The step before is done here, so all its messages were planned.
+                    self._has_asked = True
+                    self._coordinator.report_learned(item.step - 1)
             else:
                 entry = item.run.options.step, item.run.unit.index, int(item.part)
                 self._ready[item.destination, entry] = item
                 if not self._is_replayed(entry[0]):
                     nbytes = item.run.payload_bytes()
                     transfers.append(Transfer(self._rank, item.destination, entry, nbytes))
-                elif not self._has_asked:
-                    # The step before is done here, so all its messages were planned.
-                    self._has_asked = True
-                    self._coordinator.report_learned(entry[0] - 1)
         if transfers:
             self._coordinator.report_ready(transfers)
         return [*messages, *self._replay()]

@@ -34,7 +34,7 @@ def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[
     }
 
 
-def plan_for(world_size: int, topology: str, name: str) -> SyncPlan:
+def plan_for(world_size: int, topology: str, name: str, has_many_owners: bool = True) -> SyncPlan:
     specs = [GradientSpec(name=key, count=count) for key, count in COUNTS.items()]
     is_divisible = name == RAW or codec(name).is_divisible  # type: ignore[attr-defined]
     choices = [
@@ -45,7 +45,10 @@ def plan_for(world_size: int, topology: str, name: str) -> SyncPlan:
         )
         for spec in specs
     ]
-    return make_plan(specs, choices, world_size=world_size, topology=topology, alignment=4096)
+    shares = None if has_many_owners else [1.0, *[0.0] * (world_size - 1)]
+    return make_plan(
+        specs, choices, world_size=world_size, topology=topology, alignment=4096, shares=shares
+    )
 
 
 @contextmanager
@@ -56,6 +59,7 @@ def synchronisation(
     *,
     coordinated: bool = False,
     replay_from: int | None = None,
+    has_many_owners: bool = True,
 ) -> Iterator[GradientSynchroniser]:
     context.init_process_group()
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
@@ -64,7 +68,7 @@ def synchronisation(
     mailbox = Mailbox(group, context.rank, names, timeout=20.0, check=lambda: None, tracer=Tracer())
     chosen = codec(name)
     codecs = {name: chosen} if isinstance(chosen, GradientCodec) else {}
-    plan = plan_for(context.world_size, topology, name)
+    plan = plan_for(context.world_size, topology, name, has_many_owners)
     link = CoordinatorLink(mailbox) if coordinated else None
     sync = GradientSynchroniser(
         plan, codecs, mailbox, Tracer(), coordinator=link, replay_from=replay_from
@@ -164,6 +168,19 @@ def test_a_coordinator_changes_no_bit(
         for step in range(STEPS):
             assert all(torch.equal(means[step][key], expected[step][key]) for key in COUNTS)
         assert all(torch.equal(errors[key], expected_errors[key]) for key in COUNTS)
+
+
+@pytest.mark.parametrize("topology", ["ps", "ring"])
+def test_ranks_that_send_nothing_at_first_repeat_plans(pool: RankPool, topology: str) -> None:
+    """One rank owns all units. It waits for all others (PS), or they wait for it (ring)."""
+    job = synchronise, 3, topology, "tbq", torch.float32
+    runs = [
+        pool.run(*job, has_many_owners=False, coordinated=coordinated, replay_from=1)
+        for coordinated in (True, False)
+    ]
+    for (means, _), (expected, _) in zip(*runs, strict=True):
+        for step in range(STEPS):
+            assert all(torch.equal(means[step][key], expected[step][key]) for key in COUNTS)
 
 
 def plans_of_a_run(
