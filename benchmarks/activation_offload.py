@@ -28,8 +28,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.command import flags
-from benchmarks.support.report import Check, at_most, conclude, table
-from benchmarks.zvc import versions
+from benchmarks.support.report import Check, at_most, conclude, table, versions
 from lightning_dlres.memory.config import ACTIONS, MemoryConfig
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.profile.meter import AllocatorMeter, ProfilerMeter

@@ -36,9 +36,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.activation_offload import Block
 from benchmarks.support.command import flags
-from benchmarks.support.report import Check, at_least, at_most, conclude, table
+from benchmarks.support.report import Check, at_least, at_most, conclude, table, versions
 from benchmarks.support.step_turns import CallbackToggle, step_seconds
-from benchmarks.zvc import versions
 from lightning_dlres import ActivationOffload, PrefetchCacheDataModule
 from lightning_dlres.prefetch.cache.samples import Sample
 

@@ -10,11 +10,8 @@ bytes.
 
 from __future__ import annotations
 
-import platform
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from statistics import median
 from typing import Any
 
@@ -22,7 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.support.command import flags
-from benchmarks.support.report import Check, at_least, at_most, conclude, table
+from benchmarks.support.function_turns import in_turns
+from benchmarks.support.report import Check, at_least, at_most, conclude, table, versions
 from lightning_dlres import codecs
 from lightning_dlres.codecs import ZeroValue
 
@@ -117,26 +115,6 @@ def dense_over_copy(settings: Settings) -> float:
     return median(a / b for a, b in zip(encodes, copies, strict=True))
 
 
-def in_turns(
-    ways: Sequence[Callable[[], Any]], repeats: int, on_gpu: bool = False
-) -> list[list[float]]:
-    """Run the functions in turns, in alternating order; return the seconds of each one's runs.
-
-    The first turn is a warm-up and does not count.
-    """
-    seconds: list[list[float]] = [[] for _ in ways]
-    for turn in range(repeats + 1):
-        places = range(len(ways)) if turn % 2 else reversed(range(len(ways)))
-        for place in places:
-            start = time.perf_counter()
-            ways[place]()
-            if on_gpu:
-                torch.cuda.synchronize()
-            if turn:
-                seconds[place].append(time.perf_counter() - start)
-    return seconds
-
-
 def sparse(width: int, settings: Settings) -> Tensor:
     """Return random elements, of which a part of DENSITY is not zero, at random places."""
     generator = torch.Generator().manual_seed(width)
@@ -144,12 +122,6 @@ def sparse(width: int, settings: Settings) -> Tensor:
     values = torch.randint(1, 100, (count,), generator=generator, dtype=torch.int8)
     values[torch.rand(count, generator=generator) >= DENSITY] = 0
     return values.to(_DTYPES[width])
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that the figures depend on."""
-    names = ("torch", "numba", "llvmlite")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.support.report import Check, conclude
@@ -25,8 +26,9 @@ def flags(
     *,
     quick: str = "tiny sizes: the figures mean nothing",
     others: Mapping[str, str] | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
-    """Return the parsed flags, each of which is True or False.
+    """Return the parsed flags. Each is True or False, or the path of a file, or None.
 
     Args:
         name: Name of the benchmark's module.
@@ -34,6 +36,7 @@ def flags(
         argv: Arguments; None for those of the process.
         quick: Help of the flag `--quick`.
         others: Further flags: name -> help.
+        files: Options that take the path of a file: name -> help.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
@@ -42,6 +45,8 @@ def flags(
     )
     for flag, text in {"quick": quick, **(others or {})}.items():
         parser.add_argument(f"--{flag}", action="store_true", help=text)
+    for option, text in (files or {}).items():
+        parser.add_argument(f"--{option}", type=Path, metavar="FILE", help=text)
     return parser.parse_args(argv)
 
 

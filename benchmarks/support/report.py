@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,12 @@ def hardware() -> str:
     """Return a description of this machine: usable cores, processor model and kernel."""
     cores = len(os.sched_getaffinity(0))
     return f"{cores} x {_processor()}, {platform.system()} {platform.release()}"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the speed of kernels depends on."""
+    names = ("torch", "numba", "llvmlite")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def _processor() -> str:
