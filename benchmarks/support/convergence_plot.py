@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import mean
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from benchmarks.gradsync_scale import Stated, stated_step
 from lightning_dlres.gradsync.plan.plan import RAW
@@ -88,6 +91,7 @@ def step_seconds(algorithm: str, network: Stated = NETWORK) -> Callable[[int, in
     return lambda step, steps: seconds
 
 
+@cache
 def _seconds(codec: str, topology: str, network: Stated, *, ready_at_end: bool = False) -> float:
     step = stated_step(HOSTS, codec, topology, network)
     if ready_at_end:
@@ -118,15 +122,23 @@ def draw(curves: Curves) -> str:
         )
         svg = io.StringIO()
         figure.savefig(svg, format="svg", metadata={"Date": None})
-    return "\n".join(line.rstrip() for line in svg.getvalue().splitlines()) + "\n"
+    # Two decimals of a point are enough, and half the file.
+    text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", svg.getvalue())
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
 def draw_row(by_steps: Axes, by_time: Axes, losses: dict[str, list[float]]) -> None:
-    """Draw the lines of the styled algorithms over the steps, and over the time."""
+    """Draw the lines of the styled algorithms over the steps, and over the time.
+
+    A control may diverge, and its line then leaves the axes.
+    """
+    shown: list[float] = []
     for algorithm, style in STYLES.items():
         if algorithm not in losses:
             continue
         steps, means = points(losses[algorithm])
+        if "no residual" not in algorithm:
+            shown += means
         seconds, total = step_seconds(algorithm), len(losses[algorithm])
         elapsed, time = [], 0.0
         for step in range(total):
@@ -148,8 +160,13 @@ def draw_row(by_steps: Axes, by_time: Axes, losses: dict[str, list[float]]) -> N
         axes.set_yscale("log")
         axes.set_xlabel(label)
         axes.set_ylabel("training loss")
-        axes.grid(visible=True, which="both", linewidth=0.3)
+        axes.grid(visible=True, linewidth=0.3)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+        axes.set_ylim(min(shown) / 1.1, max(shown) * 1.1)
     by_time.set_xscale("log")
+    by_time.xaxis.set_major_formatter("{x:g}")
 
 
 def points(losses: Sequence[float]) -> tuple[list[int], list[float]]:

@@ -15,42 +15,36 @@ _PLANES = 32
 _WORDS = BLOCK // _PLANES
 
 
-def _means_of_block(gradient: Any, residual: Any, lanes: Any, count: Any, scale: Any) -> Any:
-    """Return the mean of the values from 0 up and of those below; NaN if one is not finite.
+def _count_set_bits(words: Any) -> Any:
+    """Return the number of bits that are set in all words.
+
+    Neighbouring bits are added, then neighbouring pairs, and so on. This allows vector
+    instructions.
+    """
+    number = 0
+    for i in range(words.size):
+        word = words[i]
+        word = word - ((word >> uint32(1)) & uint32(0x55555555))
+        word = (word & uint32(0x33333333)) + ((word >> uint32(2)) & uint32(0x33333333))
+        word = (word + (word >> uint32(4))) & uint32(0x0F0F0F0F)
+        # The highest byte of the product is the sum of the bytes. Numba computes with 64 bits.
+        number += uint32(word * uint32(0x01010101)) >> uint32(24)
+    return number
+
+
+_set_bits = subroutine(_count_set_bits, nogil=True)
+
+
+def _pack_block(gradient: Any, residual: Any, words: Any, lanes: Any, scale: Any) -> Any:
+    """Write the signs; return the mean of the values from 0 up and of those below, NaN if one is
+    not finite.
 
     The sum of each lane is separate, which allows vector instructions. A GPU adds in the same
     order, see `sums`.
     """
     lanes[:] = 0
-    for p in range(_PLANES):
-        first = p * count
-        values = gradient[first : min(first + count, gradient.size)]
-        errors = residual[first : min(first + count, gradient.size)]
-        for i in range(values.size):
-            value = values[i] * scale + errors[i]
-            positive = value >= float32(0)
-            lanes[0, i] += value if positive else float32(0)
-            # NaN is not at least 0, so it is added here, and makes the mean NaN.
-            lanes[1, i] += float32(0) if positive else value
-            lanes[2, i] += float32(1) if positive else float32(0)
-    above, below, at_least_zero = tree_sum(lanes[0]), tree_sum(lanes[1]), tree_sum(lanes[2])
-    if not (above - below <= float32(LARGEST)):
-        return float32(np.nan), float32(np.nan)
-    others = float32(gradient.size) - at_least_zero
-    return above / max(at_least_zero, float32(1)), below / max(others, float32(1))
-
-
-_block_means = subroutine(_means_of_block, nogil=True)
-
-
-def _encode_block(
-    gradient: Any, residual: Any, words: Any, scale: Any, above: Any, below: Any
-) -> None:
     for i in range(words.size):
         words[i] = 0
-    # The residual of a block that is not finite stays as it is.
-    if np.isnan(above):
-        return
     for p in range(_PLANES):
         first = p * words.size
         values = gradient[first : min(first + words.size, gradient.size)]
@@ -59,11 +53,34 @@ def _encode_block(
         for i in range(values.size):
             value = values[i] * scale + errors[i]
             positive = value >= float32(0)
-            errors[i] = value - (above if positive else below)
+            lanes[0, i] += value if positive else float32(0)
+            # NaN is not at least 0, so it is added here, and makes the mean NaN.
+            lanes[1, i] += float32(0) if positive else value
             words[i] |= (uint32(1) if positive else uint32(0)) << shift
+    above, below = tree_sum(lanes[0]), tree_sum(lanes[1])
+    if not (above - below <= float32(LARGEST)):
+        for i in range(words.size):
+            words[i] = 0
+        return float32(np.nan), float32(np.nan)
+    # A float32 holds any number of elements of a block, and a GPU divides by one, too.
+    at_least_zero = float32(_set_bits(words))
+    others = float32(gradient.size) - at_least_zero
+    return above / max(at_least_zero, float32(1)), below / max(others, float32(1))
 
 
-_block_encoder = subroutine(_encode_block, nogil=True)
+_block_packer = subroutine(_pack_block, nogil=True)
+
+
+def _keep_errors(gradient: Any, residual: Any, scale: Any, above: Any, below: Any) -> None:
+    # The residual of a block that is not finite stays as it is.
+    if np.isnan(above):
+        return
+    for i in range(gradient.size):
+        value = gradient[i] * scale + residual[i]
+        residual[i] = value - (above if value >= float32(0) else below)
+
+
+_error_keeper = subroutine(_keep_errors, nogil=True)
 
 
 @compiled(
@@ -86,14 +103,13 @@ def encode(gradient: Any, residual: Any, means: Any, words: Any, scale: Any) -> 
         words: uint32[words(n, 1)].
         scale: Power of two by which the gradient is multiplied.
     """
-    lanes = np.empty((3, _WORDS), np.float32)
+    lanes = np.empty((2, _WORDS), np.float32)
     for block in range(len(means)):
         first, word = block * BLOCK, block * _WORDS
         values, errors = gradient[first : first + BLOCK], residual[first : first + BLOCK]
-        codes = words[word : word + _WORDS]
-        above, below = _block_means(values, errors, lanes, codes.size, scale)
+        above, below = _block_packer(values, errors, words[word : word + _WORDS], lanes, scale)
         means[block, 0], means[block, 1] = above, below
-        _block_encoder(values, errors, codes, scale, above, below)
+        _error_keeper(values, errors, scale, above, below)
 
 
 def _decode_block(words: Any, out: Any, above: Any, below: Any, accumulate: Any) -> None:
