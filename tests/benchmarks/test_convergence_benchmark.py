@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,6 +18,13 @@ from benchmarks.support import convergence_plot
 from benchmarks.support.convergence_plot import ONE_BIT_ADAM, PLAIN, STYLES, step_seconds
 
 STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 def regression() -> convergence.Task:
@@ -39,21 +47,31 @@ def regression() -> convergence.Task:
     )
 
 
-def test_every_algorithm_is_checked_and_drawn(tmp_path: Path) -> None:
-    checks, raw, curves = convergence.compare({"regression": regression()}, (0, 1))
+def test_every_algorithm_is_checked_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(steps: int) -> convergence.Task:
+        raise ImportError("No module named 'sklearn'")
+
+    monkeypatch.setattr(convergence, "digits_task", missing)
+    monkeypatch.setattr(convergence, "gpt_task", lambda steps: regression())
+    saved, plot = tmp_path / "curves.json", tmp_path / "losses.svg"
+    assert convergence.main(["--quick", "--curves", str(saved), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr()
+    assert "Install scikit-learn" in printed.err
+    line, curves = json.loads(printed.out.splitlines()[-1]), json.loads(saved.read_text())
+    assert curves.keys() == {"gpt"}
     for optimizer, runs in convergence.RUNS.items():
         for name in runs:
-            assert len(curves["regression"][optimizer][name]) == STEPS
-            assert len(raw[f"regression, {optimizer}, {name}"]) == 2
-            if name != PLAIN:
-                assert f"regression, {optimizer}, {name}: excess over margin" in checks
-    file = tmp_path / "curves.json"
-    file.write_text(json.dumps(curves))
-    convergence_plot.main(str(file), str(tmp_path / "losses.svg"))
-    svg = (tmp_path / "losses.svg").read_text()
-    assert svg == convergence_plot.draw(curves)
+            assert len(curves["gpt"][optimizer][name]) == STEPS
+            assert len(line["raw"][f"gpt, {optimizer}, {name}"]) == 2
+            key = f"gpt, {optimizer}, {name}: excess over margin"
+            assert (key in line["checks"]) is (name != PLAIN)
+    svg = plot.read_text()
+    convergence_plot.main(str(saved), str(plot))
+    assert plot.read_text() == svg
     texts = "".join(ElementTree.fromstring(svg).itertext())
-    for label in (*STYLES, "regression, SGD: time", "simulated, 4 hosts"):
+    for label in (*STYLES, "byte-level GPT, SGD: time", "simulated, 4 hosts"):
         assert label in texts
 
 
