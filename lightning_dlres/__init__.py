@@ -22,8 +22,8 @@ from lightning_dlres.core.errors import (
     StorageError,
     UnsupportedStepError,
 )
-from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
-from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.optimizers.momentum_hook import momentum_hook
 from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.gradsync.optimizers.one_bit_adam import OneBitAdam

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support.blocking_codec import BlockingCodec, blocking_hook
 from lightning_dlres.gradsync.execute import transmitters
-from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
-from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 
 # Width and number of the layers: 25.2 MB of gradients in float32.
 WIDTH, LAYERS = 512, 24

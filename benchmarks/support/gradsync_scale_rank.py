@@ -23,9 +23,9 @@ from benchmarks.support.rpc import Message, RankRpc
 from lightning_dlres.codecs import base as registry
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
-from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.execute.session import SyncSession
+from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.profile.measurement import measure_costs
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.trace import Tracer
@@ -30,6 +31,7 @@ def tried_coordinator(
     *,
     timeout: float,
     check: Callable[[], None],
+    group: dist.ProcessGroup | None = None,
 ) -> str:
     """Return the value of `coordinator` with the shorter step; called by all ranks together.
 
@@ -41,6 +43,7 @@ def tried_coordinator(
         device: Device of the gradients.
         timeout: Seconds that a rank waits for another.
         check: Called while waiting; raises if a rank is known to have failed.
+        group: Gloo group of all ranks for the trial; None makes one.
 
     Raises:
         PeerError: If a rank is lost or late.
@@ -49,7 +52,9 @@ def tried_coordinator(
         return "none"
     seconds = {}
     for coordinator in _TRIED:
-        session = SyncSession(timeout=timeout, check=check, tracer=Tracer(enabled=False))
+        session = SyncSession(
+            timeout=timeout, check=check, tracer=Tracer(enabled=False), group=group
+        )
         with session.ended_by_failures():
             session.start(
                 plan, codecs, CodecStates(), coordinator=coordinator, replay_from=_WARM_UP_STEPS

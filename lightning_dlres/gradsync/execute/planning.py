@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch.optim import SGD, Optimizer
 
@@ -12,9 +13,11 @@ from lightning_dlres.codecs.gradient import GradientCodec, gradient_codec
 from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.gradsync.plan.cost_model import AUTO_CODECS, auto_codecs, decide
+from lightning_dlres.gradsync.plan.costs import SyncCosts
 from lightning_dlres.gradsync.plan.decision import SyncDecision
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
-from lightning_dlres.gradsync.plan.prediction import BUCKET_BYTES
+from lightning_dlres.gradsync.plan.plan import SyncPlan
+from lightning_dlres.gradsync.plan.prediction import BUCKET_BYTES, StepPrediction, StepPredictor
 from lightning_dlres.gradsync.plan.units import GradientSpec
 from lightning_dlres.gradsync.profile.measurement import measure_costs
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
@@ -58,6 +61,7 @@ def plan_synchronisation(
     codecs: Mapping[str, GradientCodec],
     mailbox: Mailbox,
     options: SyncPlanningOptions,
+    earlier: SyncCosts | None = None,
 ) -> SyncDecision:
     """Return the decision of rank 0; called by all ranks together.
 
@@ -66,6 +70,7 @@ def plan_synchronisation(
         codecs: Codecs by name: that of the algorithm, or the candidates of "auto".
         mailbox: Messages to the other ranks.
         options: Options of the planning.
+        earlier: Costs of an earlier measurement; see `measure_costs`.
 
     Raises:
         PeerError: If a rank is late or lost.
@@ -87,6 +92,7 @@ def plan_synchronisation(
         options.device,
         elements=sum(gradient.count for gradient in gradients),
         element_bytes=options.element_bytes,
+        earlier=earlier,
     )
     text = ""
     if mailbox.rank == 0:
@@ -103,6 +109,47 @@ def plan_synchronisation(
             is_coordinated=options.is_coordinated,
         ).to_json()
     return SyncDecision.from_json(str(messages.share(text)))
+
+
+def plan_again(
+    gradients: Sequence[GradientSpec],
+    codecs: Mapping[str, GradientCodec],
+    mailbox: Mailbox,
+    options: SyncPlanningOptions,
+    *,
+    plan: SyncPlan | None,
+    earlier: SyncCosts | None,
+) -> tuple[SyncDecision, StepPrediction]:
+    """Measure and decide again; called by all ranks together.
+
+    For the other arguments see `plan_synchronisation`.
+
+    Args:
+        plan: Current plan; None for torch's all-reduce.
+
+    Returns:
+        The new decision, and the prediction for the current plan with the new costs, both from
+        rank 0.
+    """
+    decision = plan_synchronisation(gradients, codecs, mailbox, options, earlier)
+    text = ""
+    if mailbox.rank == 0:
+        predictor = StepPredictor(
+            decision.costs,
+            codecs,
+            element_bytes=options.element_bytes,
+            backward_seconds=options.backward_seconds,
+            bucket_bytes=options.bucket_bytes,
+            is_coordinated=options.is_coordinated,
+        )
+        current = (
+            predictor.predict_all_reduce(sum(gradient.count for gradient in gradients))
+            if plan is None
+            else predictor.predict_plan(plan)
+        )
+        text = msgspec.json.encode(current).decode()
+    shared = ProbeMessages(mailbox).share(text)
+    return decision, msgspec.json.decode(str(shared), type=StepPrediction)
 
 
 def codecs_for_auto() -> dict[str, GradientCodec]:

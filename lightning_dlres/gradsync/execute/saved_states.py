@@ -170,6 +170,31 @@ def unsent_mean(saved: Sequence[SavedStates], gradient: GradientSpec) -> Tensor:
     return total
 
 
+def unsent_raw(saved: Sequence[SavedStates], plan: SyncPlan, rank: int) -> dict[str, Tensor]:
+    """Return what an earlier plan has left unsent of gradients that this plan does not compress.
+
+    Args:
+        saved: Saved states of all ranks of the earlier run, by rank.
+        plan: Plan of this run.
+        rank: This rank.
+
+    Returns:
+        float32[elements] by gradient, to be added to this rank's next gradients.
+    """
+    own = [saved[rank]] if len(saved) == plan.world_size else saved
+    names = {e["gradient"] for one in own for e in one["units"] if e["codec"] == RAW}
+    unsent: dict[str, Tensor] = {}
+    for name in sorted(names):
+        units = plan.units_of(name)
+        if units and units[0].codec == RAW:
+            whole = SyncUnit(
+                index=0, gradient=name, start=0, stop=units[-1].stop, codec=RAW, owner=0
+            )
+            values = _collect(own, whole, Part.GRADIENT, {RESIDUAL}, 1 / len(own))
+            unsent[name] = values[RESIDUAL]
+    return unsent
+
+
 def _has_same_units(
     saved: Sequence[SavedStates], plan: SyncPlan, codecs: Mapping[str, GradientCodec]
 ) -> bool:
@@ -182,6 +207,9 @@ def _has_same_units(
             unit = units.get((entry["gradient"], entry["start"], entry["stop"], entry["codec"]))
             if unit is None:
                 return False
+            if unit.codec == RAW:
+                # What an earlier plan has left unsent.
+                return False
             graph = unit_graph(plan, unit, rank, codecs)
             if not any(t.kind is TaskKind.ENCODE and t.part == entry["part"] for t in graph):
                 return False
@@ -189,9 +217,12 @@ def _has_same_units(
 
 
 def _matches(entry: Mapping[str, Any], units: Sequence[SyncUnit]) -> bool:
-    """Return True if a saved state is one of a gradient with these units."""
+    """Return True if a saved state is one of a gradient with these units.
+
+    Any unit takes raw elements, which an earlier plan has left unsent.
+    """
     count = max((unit.stop for unit in units), default=0)
-    return bool(entry["stop"] <= count and units[0].codec == entry["codec"])
+    return bool(entry["stop"] <= count and entry["codec"] in (RAW, units[0].codec))
 
 
 def _copy(

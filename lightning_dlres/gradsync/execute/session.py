@@ -38,14 +38,23 @@ class SyncSession:
         timeout: Seconds that a rank waits for another.
         check: Called while waiting; raises if a rank is known to have failed.
         tracer: Gets a span for each task.
+        group: Gloo group of all ranks, used by nothing else until the session is closed, and left
+            to the caller then. None makes a new one: that hangs if a rank is lost.
 
     Attributes:
         mailbox: Messages to the other ranks.
     """
 
-    def __init__(self, *, timeout: float, check: Callable[[], None], tracer: Tracer) -> None:
-        self._tracer = tracer
-        self._group = gloo_group()
+    def __init__(
+        self,
+        *,
+        timeout: float,
+        check: Callable[[], None],
+        tracer: Tracer,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._tracer, self._owns_group = tracer, group is None
+        self._group = group or gloo_group()
         self.mailbox = Mailbox(
             self._group,
             dist.get_rank(),
@@ -118,7 +127,7 @@ class SyncSession:
             self._synchroniser.close()
         self._finalizer.detach()
         self.mailbox.close(orderly=orderly)
-        if orderly:
+        if orderly and self._owns_group:
             dist.destroy_process_group(self._group)
 
 
@@ -150,14 +159,24 @@ def all_ranks_agree(
     return bool(value)
 
 
-def all_reduce_mean(buffer: Tensor) -> Future[Tensor]:
+def all_reduce_mean(buffer: Tensor, on_done: Callable[[], None] = lambda: None) -> Future[Tensor]:
     """Start to replace a buffer by its mean over all ranks; return its future.
 
     The arithmetic is that of DistributedDataParallel without a hook.
+
+    Args:
+        buffer: The buffer.
+        on_done: Called from another thread when the mean is there.
     """
     work = dist.all_reduce(buffer.mul_(1 / dist.get_world_size()), async_op=True)
     assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+
+    def finish(future: Future[list[Tensor]]) -> Tensor:
+        mean = future.value()[0]
+        on_done()
+        return mean
+
+    return work.get_future().then(finish)  # type: ignore[no-any-return]
 
 
 def spec_of(name: str, parameter: Tensor) -> GradientSpec:

@@ -119,6 +119,7 @@ class GradientSynchroniser:
         *,
         loss_scale: float = 1.0,
         has_data: bool = True,
+        continues: bool = False,
     ) -> None:
         """Start to replace gradients by their means, without waiting.
 
@@ -129,6 +130,7 @@ class GradientSynchroniser:
             loss_scale: Factor of the gradients, a power of two.
             has_data: False if this rank had no samples: its gradients are zero, and the residuals
                 of its own gradients stay unchanged. A ring still keeps the error of each hop.
+            continues: True if `undo_step` shall undo the step before, too.
         """
         options = StepOptions(
             step=step,
@@ -151,7 +153,7 @@ class GradientSynchroniser:
             for tasks in self._units[name]
         ]
         if self._before_step is not None:
-            if step != self._newest_step:
+            if step != self._newest_step and not continues:
                 self._before_step.forget()
             self._before_step.save(run.unit for run in runs)
         self._newest_step = step
@@ -170,7 +172,8 @@ class GradientSynchroniser:
             raise self.failure
 
     def undo_step(self) -> None:
-        """Restore the codecs' states from before the last step; needs `keeps_previous`."""
+        """Give the codecs' states their values of before the last step, and of before those that it
+        continues; needs `keeps_previous`."""
         assert self._before_step is not None
         self._before_step.restore()
 

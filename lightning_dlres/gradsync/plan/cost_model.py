@@ -118,7 +118,7 @@ def decide(
     search = _Search(gradients, predictor, codecs, -(-least_bytes // element_bytes))
     best: dict[str, tuple[Contender, _Layout | None]] = {}
     contenders = []
-    for algorithm in sorted(set(chosen), key=lambda name: _precision(name, codecs)):
+    for algorithm in sorted(set(chosen), key=lambda name: precision(name, codecs)):
         for topology in ("",) if algorithm == ALL_REDUCE else topologies:
             candidate = search.best(algorithm, topology)
             if candidate is None:
@@ -271,7 +271,7 @@ def _thresholds(sizes: Sequence[int], least: int) -> list[int]:
     return [distinct[last * index // (_MOST_THRESHOLDS - 1)] for index in range(_MOST_THRESHOLDS)]
 
 
-def _precision(algorithm: str, codecs: Mapping[str, GradientCodec]) -> tuple[int, float, str]:
+def precision(algorithm: str, codecs: Mapping[str, GradientCodec]) -> tuple[int, float, str]:
     """Return a sort key: the most precise algorithm first."""
     if algorithm in (ALL_REDUCE, RAW):
         return (0 if algorithm == ALL_REDUCE else 1), 0.0, algorithm

@@ -41,8 +41,14 @@ class DriftDetector:
         self._skip = whole_number("skip", skip, "skip=3", least=0)
         self.reset()
 
-    def reset(self) -> None:
-        """Start again, after a new plan was made."""
+    def reset(self, pause: int = 0) -> None:
+        """Start again, after a new plan was made.
+
+        Args:
+            pause: Steps after the reference in which no window counts as complete, so that ranks
+                do not plan again at once.
+        """
+        self._pause = pause
         self._ignored = 0
         self._seconds: list[float] = []
         self._reference: float | None = None
@@ -61,6 +67,9 @@ class DriftDetector:
         self._seconds.clear()
         if self._reference is None:
             self._reference = median
+            return False
+        self._pause -= self._window
+        if self._pause >= 0:
             return False
         self.is_window_complete = True
         return not self._reference / self._band <= median <= self._reference * self._band

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,6 +15,9 @@ from lightning_dlres.gradsync.profile.reduce_times import measure_all_reduce
 
 # Seconds for the codecs, for the bandwidth, and for each size of an all-reduce.
 _CODEC_SECONDS, _LINK_SECONDS, _REDUCE_SECONDS = 0.4, 0.4, 0.2
+# Factor by which a bandwidth, or the time of an all-reduce, may differ from an earlier measurement
+# and still count as unchanged.
+_SAME_BAND = 1.3
 # Largest unit that is measured, in elements, and units into which a rank's part is cut.
 _MOST_ELEMENTS, _UNITS_PER_RANK = 1 << 19, 4
 
@@ -26,10 +29,13 @@ def measure_costs(
     *,
     elements: int,
     element_bytes: int = 4,
+    earlier: SyncCosts | None = None,
 ) -> SyncCosts:
     """Return the costs, the same on all ranks; called by all of them.
 
-    Kernels that are not compiled yet are compiled first, which takes longer.
+    After an earlier measurement, the codecs are measured again only if the links and the all-reduce
+    have not changed: the ranks themselves must then have become slower or faster. Kernels that are
+    not compiled yet are compiled first, which takes longer.
 
     Args:
         messages: Messages to the other ranks.
@@ -37,15 +43,33 @@ def measure_costs(
         device: Device of the gradients.
         elements: Elements of all gradients.
         element_bytes: Bytes of an element of a gradient.
+        earlier: Costs of an earlier measurement, the same on all ranks; None if there are none.
 
     Raises:
         PeerError: If a rank is late or lost.
     """
     unit = min(elements // (_UNITS_PER_RANK * messages.ranks), _MOST_ELEMENTS)
+    nbytes = elements * element_bytes
+    links = measure_links(messages, seconds=_LINK_SECONDS)
+    all_reduce = measure_all_reduce(messages, device, most_bytes=nbytes, seconds=_REDUCE_SECONDS)
+    if (
+        earlier is not None
+        and codecs.keys() <= earlier.codecs.keys()
+        and (
+            not _are_alike(earlier.links.bandwidths, links.bandwidths)
+            or not _are_alike([earlier.all_reduce.seconds(nbytes)], [all_reduce.seconds(nbytes)])
+        )
+    ):
+        return SyncCosts(codecs=earlier.codecs, links=links, all_reduce=all_reduce)
     return SyncCosts(
         codecs=measure_codecs(codecs, messages, device, unit_elements=unit, seconds=_CODEC_SECONDS),
-        links=measure_links(messages, seconds=_LINK_SECONDS),
-        all_reduce=measure_all_reduce(
-            messages, device, most_bytes=elements * element_bytes, seconds=_REDUCE_SECONDS
-        ),
+        links=links,
+        all_reduce=all_reduce,
+    )
+
+
+def _are_alike(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Return True if positive numbers differ by no more than a factor of `_SAME_BAND`."""
+    return all(
+        a <= _SAME_BAND * b and b <= _SAME_BAND * a for a, b in zip(before, after, strict=True)
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data import Sampler as TorchSampler
 
 from lightning_dlres.core.errors import ConfigError, got_expected
@@ -144,10 +144,15 @@ def balanced_loader(
             got_expected("the training loader", got, "a DataLoader if share_samples is set", fix)
         )
     if not isinstance(loader.sampler, DistributedSampler) or loader.batch_size is None:
+        got = f"sampler {type(loader.sampler).__name__}"
+        if isinstance(loader.dataset, IterableDataset):
+            got = f"the iterable-style dataset {type(loader.dataset).__name__}"
+        elif loader.batch_size is None:
+            got = f"batch_size=None with batch_sampler {type(loader.batch_sampler).__name__}"
         raise ConfigError(
             got_expected(
                 "the training loader",
-                f"sampler {type(loader.sampler).__name__}",
+                got,
                 "a DataLoader with batch_size and a map-style dataset, whose sampler Lightning "
                 "distributes, if share_samples is set",
                 "share_samples='equal'",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.gradsync.optimizers.one_bit_adam import OneBitAdam
 from lightning_dlres.strategies.few_bits import unwrapped, warn_about_few_bits
@@ -37,3 +37,23 @@ def warn_about_optimizers(state: GradientSyncState, optimizers: Sequence[Optimiz
     if not state.suits_adam:
         fix = "the optimizer lightning_dlres.OneBitAdam"
         warn_about_few_bits("algorithm", state.algorithm, optimizers, fix=fix)
+
+
+def require_equal_backwards(optimizers: Sequence[Optimizer]) -> None:
+    """Raise if an optimizer may call backward more often on one rank than on another.
+
+    A line search compares losses, and each rank has the loss of its own samples. A rank would then
+    wait for a backward of another one that never comes.
+
+    Args:
+        optimizers: Optimizers of the Trainer, which Lightning may have wrapped.
+
+    Raises:
+        ConfigError: If an optimizer searches along a line.
+    """
+    for optimizer in map(unwrapped, optimizers):
+        searches = [group.get("line_search_fn") for group in optimizer.param_groups]
+        if isinstance(optimizer, LBFGS) and any(searches):
+            got, rule = searches[0], "None with several ranks, whose losses differ"
+            fix = "LBFGS(..., line_search_fn=None)"
+            raise ConfigError(got_expected("line_search_fn", got, rule, fix))

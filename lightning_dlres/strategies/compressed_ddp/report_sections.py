@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.report.measurement import (
     WARM_UP_STEPS,
     SyncMeasurement,

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from itertools import takewhile
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.report.rank_steps import BACKWARD, SYNC, WAIT, metrics, rank_steps
 from lightning_dlres.gradsync.report.residual_norm import residual_norm
 
@@ -19,7 +20,7 @@ _PREFIX = "gradient_sync/"
 
 
 class StepRecorder:
-    """Records each training step of one rank, and logs its figures on rank 0.
+    """Records each training step of one rank, logs its figures and prints new plans on rank 0.
 
     A step ends with a backward that synchronises gradients. Every `log_every_n_steps` steps, the
     Trainer's loggers get the means of the steps since the last entry, under the names of
@@ -38,6 +39,8 @@ class StepRecorder:
         # Start and end of the last logged step's synchronising backward.
         self._logged_ns = (time.perf_counter_ns(),) * 2
         self._residual_norm: float | None = None
+        # Changes of the plan that were printed.
+        self._printed_changes = 0
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -66,6 +69,9 @@ class StepRecorder:
         if ready_ns < start_ns:
             # Gradients are accumulated, and synchronised in a later backward.
             return
+        for change in state.plan_changes[self._printed_changes :]:
+            rank_zero_info(f"dlres: {change.line()}.")
+        self._printed_changes = len(state.plan_changes)
         interval = module.trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_logged = interval > 0 and state.steps % interval == 0
         if is_logged:

@@ -25,17 +25,21 @@ from typing_extensions import override
 
 from lightning_dlres.core.checks import finite, flag, timeout_seconds
 from lightning_dlres.core.comm.gathered_on_disk import gather_on_disk
-from lightning_dlres.core.errors import ConfigError, PeerError, UnsupportedStepError, got_expected
+from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
-from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.powersgd import POWERSGD
+from lightning_dlres.gradsync.hook.sparse_parameters import sparse_parameters
 from lightning_dlres.gradsync.optimizers.momentum_hook import momentum_hook
 from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
 from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance, checked_shares
+from lightning_dlres.strategies.compressed_ddp.frozen_parameters import FrozenParameters
 from lightning_dlres.strategies.compressed_ddp.named_failures import NamedFailuresStrategy
 from lightning_dlres.strategies.compressed_ddp.optimizers import (
     momentum_of,
+    require_equal_backwards,
     warn_about_optimizers,
 )
 from lightning_dlres.strategies.compressed_ddp.report_sections import sync_sections
@@ -51,6 +55,9 @@ from lightning_dlres.strategies.few_bits import unwrapped
 
 # Key, in a Lightning checkpoint, of what the ranks have not sent yet.
 CHECKPOINT_KEY = "dlres_gradient_sync"
+
+# Size of buckets, in MiB, with which all gradients are in one.
+_SINGLE_BUCKET_MB = 1_000_000
 
 
 class CompressedDDPStrategy(NamedFailuresStrategy):
@@ -70,14 +77,18 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         algorithm: "auto" measures the ranks and links at the start, prints a table, and takes the
             algorithm with the shortest predicted step, or `DDPStrategy`'s all-reduce. It takes no
             codec with less than 8 bits per element. Other values: the name of a gradient codec,
-            "raw" for uncompressed gradients over the same tasks, or "none" for the all-reduce.
-        codec_options: Keyword arguments of the codec.
+            "raw" for uncompressed gradients over the same tasks, "powersgd" for torch's PowerSGD
+            hook in a single bucket, or "none" for the all-reduce.
+        codec_options: Keyword arguments of the codec. Those of "powersgd" are `rank`, `start_step`,
+            `error_feedback`, `warm_start`, `least_ratio` and `seed`.
         topology: "ps" (each rank is the parameter server of a part of the gradients), "ring", or
             "auto" for the one with the shorter predicted step.
         coordinator: "always" asks a coordinator on rank 0 when to send each payload; "replay"
             learns its plan in a step and repeats it; "none" sends payloads as soon as they are
             ready. "auto" tries both at the start, and takes "replay" if it gains more than 2 %.
         min_bytes: Gradients with fewer bytes are not compressed.
+        replan: "auto" measures again when the steps have become slower or faster, and changes what
+            was left to "auto" if that pays. False keeps the first plan.
         share_samples: "equal" gives each rank as many samples of a batch as the others. "speed"
             measures the ranks, and gives faster ones more samples; a list of one number per rank
             sets the shares. A global batch has as many samples as with equal shares.
@@ -110,6 +121,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         topology: Literal["auto", "ps", "ring"] = "auto",
         coordinator: Literal["auto", "always", "replay", "none"] = "auto",
         min_bytes: int = 16 << 10,
+        replan: Literal["auto", False] = "auto",
         share_samples: Literal["equal", "speed"] | list[float] = "equal",
         timeout: float | str | timedelta = "5min",
         find_unused_parameters: bool = False,
@@ -126,6 +138,9 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         check_backend(process_group_backend)
         if bucket_cap_mb is not None:
             finite("bucket_cap_mb", bucket_cap_mb, "bucket_cap_mb=25", above=True)
+        elif algorithm == POWERSGD:
+            # Torch's hook deadlocks gloo if there are several.
+            bucket_cap_mb = _SINGLE_BUCKET_MB
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -144,6 +159,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
             "topology": topology,
             "coordinator": coordinator,
             "min_bytes": min_bytes,
+            "replan": replan,
             "timeout": timeout,
         }
         # Raise errors of the options now, not in the middle of a run.
@@ -152,8 +168,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         self._balance: SpeedBalance | None = None
         self._recorder = StepRecorder(self.tracer)
         self._momentum: MomentumSync | None = None
-        # Parameters that need no gradient in this fit, by name.
-        self._frozen: dict[str, nn.Parameter] = {}
+        self._frozen: FrozenParameters | None = None
         self._loaded_states: list[Mapping[str, Any]] = []
         self._uneven_loaders: list[UnevenLoader] = []
         # Samples of the current batch, and whether any batch of this optimizer step had data.
@@ -221,12 +236,11 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         """Register the hook that synchronises gradients, or the momentum of `OneBitAdam`."""
         assert isinstance(self.model, DistributedDataParallel)
         assert self._connection is not None
-        self._frozen = {
-            name: parameter
-            for name, parameter in self.model.module.named_parameters()
-            if not parameter.requires_grad
-        }
+        module = self.model.module
+        self._frozen = FrozenParameters(module)
         self._momentum = momentum_of(self.optimizers)
+        if self.world_size > 1:
+            require_equal_backwards(self.optimizers)
         self._state = GradientSyncState(
             **self._sync_options,
             optimizers=[unwrapped(optimizer) for optimizer in self.optimizers],
@@ -240,12 +254,12 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
             self.model.register_comm_hook(self._momentum, momentum_hook)
             return
         warn_about_optimizers(self._state, self.optimizers)
-        self._state.name_parameters(self.model.module.named_parameters())
+        self._state.name_parameters(module.named_parameters(), sparse_parameters(module))
         if self._loaded_states:
             self._state.load_state_dicts(self._loaded_states)
             self._loaded_states = []
         self.model.register_comm_hook(self._state, compressed_hook)
-        parameters = [p for p in self.model.module.parameters() if p.requires_grad]
+        parameters = [p for p in module.parameters() if p.requires_grad]
         self._state.open(self.root_device, parameters[0].element_size())
         if self._state.decision is not None:
             rank_zero_info(f"dlres: gradient synchronisation\n{self._state.decision.table()}")
@@ -299,7 +313,8 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        self._refuse_unfrozen_parameters()
+        assert self._frozen is not None
+        self._frozen.require_frozen()
         self._state.loss_scale = self._loss_scale()
         if self._uneven_loaders:
             closure_loss = closure_loss * self._weight()
@@ -314,18 +329,6 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
                 raise
             # DistributedDataParallel shows only the type of an error in its hook.
             raise failure from error
-
-    def _refuse_unfrozen_parameters(self) -> None:
-        """Raise if a parameter was frozen when DistributedDataParallel was made, and is not now.
-
-        Its gradients would not be synchronised, and the ranks would diverge without an error.
-        """
-        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if unfrozen:
-            raise UnsupportedStepError(
-                f"parameters must keep requires_grad during fit, got {unfrozen[:3]} unfrozen. Call "
-                "fit once for each phase, and unfreeze them before it."
-            )
 
     def _weight(self) -> float:
         """Return the weight of this rank's loss: its samples over the mean of all ranks."""
@@ -390,7 +393,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
     def _gathered_states(self) -> list[dict[str, Any]] | None:
         """Return the states of all ranks on rank 0; None elsewhere, or if there are none."""
         own = (self._momentum or self._state).state_dict()
-        if "units" not in own:
+        if not own.keys() & {"units", POWERSGD}:
             return [own]
         if self._module.trainer.state.status == TrainerStatus.INTERRUPTED:
             # The other ranks may have failed, or may not save a checkpoint.

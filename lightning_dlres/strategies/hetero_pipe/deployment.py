@@ -9,7 +9,6 @@ from weakref import WeakSet
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,7 +35,6 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.plan.planner import with_schedule
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
-from lightning_dlres.strategies.hetero_pipe.precision import enabled_scaler
 from lightning_dlres.strategies.hetero_pipe.run_planner import PlannedRun, RunPlanner
 from lightning_dlres.strategies.hetero_pipe.step.user_step import StepContext
 
@@ -160,15 +158,13 @@ class Deployment:
         """The LightningModule."""
         return self.context.module
 
-    def prepare_optimizers(self, optimizers: Sequence[Optimizer], precision: Precision) -> None:
+    def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that the optimizers work with one stage's parameters, and move their state to this
         rank's device.
 
         Raises:
             ConfigError: If an optimizer computes something over all parameters, has parameters that
-                are not the model's, or gets sparse gradients that must be summed over ranks. Also
-                if a gradient scaler is enabled and no optimizer has a trainable parameter of this
-                stage: the scaler refuses to step an optimizer without gradients.
+                are not the model's, or gets sparse gradients that must be summed over ranks.
         """
         replicas = len(self.plan.replicas)
         summed = {p for p, stages in self.owners.items() if replicas * len(stages) > 1}
@@ -181,18 +177,6 @@ class Deployment:
             for parameter in [p for p in optimizer.state if p.is_meta]:
                 del optimizer.state[parameter]
             set_state_device(optimizer, self.context.device)
-        trainable = any(
-            p.requires_grad and self.stage in self.owners[p]
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        )
-        if enabled_scaler(precision) is not None and not trainable:
-            raise ConfigError(
-                "The optimizer must have a trainable parameter of every stage under a gradient "
-                f"scaler, got none of stage {self.stage}. Use precision='bf16-mixed', or another "
-                "split: HeteroPipeStrategy(plan=...)."
-            )
 
     def follow_schedule(self, schedule: str) -> None:
         """Put the schedule to which the run has changed into the plan."""

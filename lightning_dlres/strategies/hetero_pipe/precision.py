@@ -38,7 +38,9 @@ def clipping_over_stages(
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
         parameters = [p for p in precision.main_params(optimizer) if p.grad is not None]
-        own = [p.grad for p in parameters if owners[p][0] == stage and p.grad is not None]
+        # What `overflow_shared` adds for the scaler belongs to no stage.
+        held = [p for p in parameters if owners.get(p, (None,))[0] == stage]
+        own = [p.grad for p in held if p.grad is not None]
         stage_norm = float(torch.nn.utils.get_total_norm(own)) if own else 0.0
         total_norm = math.sqrt(sum_over_stages(stage_norm * stage_norm))
         if parameters:
@@ -69,21 +71,25 @@ def loss_scale(precision: Precision) -> float:
 
 @contextmanager
 def overflow_shared(
-    optimizer: Optimizer, closure: Callable[[], Any], any_rank: AnyRank
+    optimizer: Optimizer, closure: Callable[[], Any], any_rank: AnyRank, device: torch.device
 ) -> Iterator[Callable[[], Any]]:
     """Context manager that yields a closure, which spreads an overflow on one rank to all ranks.
 
     After an overflow on any rank, the closure gives one parameter of every other rank an infinite
     gradient. Every rank's scaler then detects an overflow, and all ranks skip the same step.
     Without an overflow, a rank that has no gradient in this step gets a zero gradient: torch's
-    scaler refuses a step for which it has checked no gradient, and only this rank would fail. The
-    original gradient is restored before the optimizer steps, and at exit.
+    scaler refuses a step for which it has checked no gradient, and only this rank would fail. If
+    the optimizer has no parameter on this rank, it gets one. The original gradient is restored, and
+    that parameter removed, before the optimizer steps, and at exit.
 
     Args:
         optimizer: Optimizer, which steps within the context.
         closure: Closure of the optimizer step, which computes the gradients.
         any_rank: Returns True on all ranks if its argument is True on any.
+        device: Device of this rank's gradients.
     """
+    placeholder = nn.Parameter(torch.zeros(1, device=device))
+    first_parameters = optimizer.param_groups[0]["params"]
     originals: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def substitute_gradient(parameters: Sequence[nn.Parameter], value: float) -> None:
@@ -97,6 +103,9 @@ def overflow_shared(
         while originals:
             parameter, gradient = originals.pop()
             parameter.grad = gradient
+            if parameter is placeholder:
+                # The last one: nothing else is added between.
+                first_parameters.pop()
 
     def closure_with_shared_overflow() -> Any:
         result = closure()
@@ -104,9 +113,12 @@ def overflow_shared(
         gradients = [p.grad for p in parameters if p.grad is not None]
         overflow = any(_has_overflow(gradient) for gradient in gradients)
         # Parameters of other stages are on the meta device.
-        own = [p for p in parameters if _has_infinity(p) and p.numel() and not p.is_meta]
+        own = [p for p in parameters if _takes_overflow(p) and not p.is_meta]
         overflow_elsewhere = any_rank(overflow) and not overflow
-        if own and (overflow_elsewhere or not gradients):
+        if overflow_elsewhere or not gradients:
+            if not own:
+                first_parameters.append(placeholder)
+                own = [placeholder]
             substitute_gradient(own, math.inf if overflow_elsewhere else 0.0)
         return result
 
@@ -118,9 +130,9 @@ def overflow_shared(
         restore_gradient()
 
 
-def _has_infinity(tensor: Tensor) -> bool:
-    """Return True if the dtype has an infinite value; that of frozen integers has none."""
-    return tensor.is_floating_point() or tensor.is_complex()
+def _takes_overflow(parameter: Tensor) -> bool:
+    """Return True if a parameter may get an infinite gradient; frozen integers may not."""
+    return bool(parameter.numel()) and (parameter.is_floating_point() or parameter.is_complex())
 
 
 def _has_overflow(gradient: Tensor) -> bool:

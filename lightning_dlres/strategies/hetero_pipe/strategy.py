@@ -280,7 +280,7 @@ class HeteroPipeStrategy(PartitionedStrategy):
         # weights would report the failure of a peer instead.
         self.barrier()
         if fitting:
-            deployment.prepare_optimizers(self.optimizers, self.precision_plugin)
+            deployment.prepare_optimizers(self.optimizers)
         self._runner = make_runner(
             deployment,
             options=self._options,
@@ -368,7 +368,9 @@ class HeteroPipeStrategy(PartitionedStrategy):
         scale = loss_scale(self.precision_plugin)
         with ExitStack() as stack:
             if enabled_scaler(self.precision_plugin) is not None:
-                shared = overflow_shared(optimizer, closure, self._connected.any_rank)
+                shared = overflow_shared(
+                    optimizer, closure, self._connected.any_rank, self.root_device
+                )
                 closure = stack.enter_context(shared)
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._deployment is not None and self._deployment.compression is not None:

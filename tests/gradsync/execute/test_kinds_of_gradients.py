@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
-from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.optimizers import OneBitAdam, momentum_hook
 from tests.support.rank_pool import RankContext, RankPool
 

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlres.codecs.gradient.dgc import DGC
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
-from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from tests.gradsync.execute.test_saved_states import SHAPES, Linear, gradients
 from tests.support.rank_pool import RankContext, RankPool
 

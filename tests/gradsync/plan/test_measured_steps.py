@@ -21,6 +21,13 @@ def test_steady_steps_do_not_drift_and_outliers_do_not_count() -> None:
     assert not any(drifts(detector, steady))
 
 
+def test_no_drift_is_reported_in_a_pause() -> None:
+    detector = DriftDetector(window=2, band=1.3, skip=1)
+    detector.reset(pause=4)
+    assert not any(drifts(detector, [1.0] * 3))
+    assert drifts(detector, [2.0] * 8) == [*[False] * 5, True, False, True]
+
+
 @pytest.mark.parametrize(
     ("factor", "is_drift"), [(1.2, False), (1.4, True), (0.9, False), (0.5, True)]
 )

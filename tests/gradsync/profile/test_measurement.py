@@ -13,8 +13,9 @@ from lightning_dlres.codecs.gradient import GradientCodec, State
 from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
 from lightning_dlres.core.errors import PeerError
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.gradsync.plan.costs import SyncCosts
+from lightning_dlres.gradsync.plan.costs import LinearCost, LinkCosts, SyncCosts
 from lightning_dlres.gradsync.plan.plan import RAW
+from lightning_dlres.gradsync.profile import measurement
 from lightning_dlres.gradsync.profile.codec_times import measure_codecs
 from lightning_dlres.gradsync.profile.measurement import measure_costs
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
@@ -65,6 +66,32 @@ def test_all_ranks_get_the_same_costs(pool: RankPool, world_size: int) -> None:
         assert cost.seconds(1) > 0
     # A message takes time of its own, but for one rank there is none.
     assert (costs.links.message_seconds > 0) == (world_size > 1)
+
+
+def measure_again(context: RankContext, speed: float, all_reduce: float) -> bool:
+    """Return True if the codecs were measured again at links and an all-reduce of some speed."""
+    links = [LinkCosts(message_seconds=0.0, bandwidths=(s,)) for s in (1e6, speed)]
+    reduces = [LinearCost(fixed_seconds=0.0, seconds_per_item=s) for s in (1.0, all_reduce)]
+    costs: list[SyncCosts] = []
+    with probe_messages(context) as messages, pytest.MonkeyPatch.context() as patch:
+        for link, reduce in zip(links, reduces, strict=True):
+            patch.setattr(measurement, "measure_links", lambda *_, link=link, **__: link)
+            patch.setattr(measurement, "measure_all_reduce", lambda *_, cost=reduce, **__: cost)
+            codecs, earlier = codecs_by_name("int8"), costs[0] if costs else None
+            costs.append(measure_costs(messages, codecs, CPU, elements=9000, earlier=earlier))
+    assert costs[1].links == links[1]
+    assert costs[1].all_reduce == reduces[1]
+    return costs[1].codecs is not costs[0].codecs
+
+
+@pytest.mark.parametrize(
+    ("speed", "all_reduce", "is_measured"),
+    [(1.2e6, 0.9, True), (2e6, 1.0, False), (5e5, 1.0, False), (1e6, 3.0, False)],
+)
+def test_codecs_are_measured_again_if_nothing_else_has_changed(
+    pool: RankPool, speed: float, all_reduce: float, is_measured: bool
+) -> None:
+    assert pool.run(measure_again, 1, speed, all_reduce) == [is_measured]
 
 
 class CountingCodec(GradientCodec):

@@ -177,7 +177,11 @@ def test_what_cannot_be_shared_out_is_refused(pool: RankPool) -> None:
         assert messages[0].startswith(
             "share_samples must be one number per rank (2), got [1.0]. Use share_samples='speed'."
         )
-        assert "the training loader must be a DataLoader with batch_size" in messages[1]
+        assert messages[1].startswith(
+            "the training loader must be a DataLoader with batch_size and a map-style dataset, "
+            "whose sampler Lightning distributes, if share_samples is set, got 'the iterable-style "
+            "dataset Endless'. Use"
+        )
 
 
 @pytest.mark.parametrize("shares", ["fast", [], [1, 0], [1, "2"], None])

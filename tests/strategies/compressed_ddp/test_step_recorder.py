@@ -23,7 +23,9 @@ class Training:
         self.logged: list[tuple[dict[str, float], int]] = []
         self.tracer = Tracer(capacity)
         self.recorder = StepRecorder(self.tracer)
-        self.state: Any = SimpleNamespace(last_ready=0.0, steps=0, plan=None, synchroniser=None)
+        self.state: Any = SimpleNamespace(
+            last_ready=0.0, steps=0, plan=None, plan_changes=(), synchroniser=None
+        )
         logger = SimpleNamespace(log_metrics=lambda f, step: self.logged.append((f, step)))
         self.trainer = SimpleNamespace(
             log_every_n_steps=interval, is_global_zero=True, loggers=[logger], global_step=0

@@ -14,11 +14,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from lightning_dlres import ConfigError, HeteroPipeStrategy, PipelinePlan
+from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 from lightning_dlres.strategies.hetero_pipe.precision import overflow_shared
 from tests.support.models import QUIET, Task, loaders
 from tests.support.parity import Case, assert_same_training, relative, run_case, train_on_rank
 from tests.support.rank_pool import RankContext, RankPool
+
+CPU = torch.device("cpu")
 
 
 class PlantOverflow(Callback):
@@ -164,6 +166,7 @@ def test_a_rank_without_gradients_skips_a_step_after_an_overflow_elsewhere() -> 
     integers = nn.Parameter(torch.ones(1, dtype=torch.int8), requires_grad=False)
     remote = nn.Parameter(torch.ones(1, device="meta"))
     assert_step_skipped([integers, remote, frozen])
+    assert_step_skipped([integers, remote])
     assert_step_skipped([integers, remote, frozen, nn.Parameter(torch.ones(3))])
 
 
@@ -189,7 +192,9 @@ def test_an_overflow_in_a_sparse_gradient_is_shared(value: float, dtype: torch.d
     )
     shared = []
     optimizer = torch.optim.SGD([parameter], 0.1)
-    with overflow_shared(optimizer, lambda: None, lambda flag: not shared.append(flag)) as closure:
+    with overflow_shared(
+        optimizer, lambda: None, lambda flag: not shared.append(flag), CPU
+    ) as closure:
         closure()
     assert shared == [True]
 
@@ -201,11 +206,12 @@ def assert_step_skipped(parameters: list[nn.Parameter]) -> None:
     optimizer = torch.optim.SGD(parameters, 0.1)
     scaler = GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))  # creates the scale
-    with overflow_shared(optimizer, lambda: "loss", lambda _: True) as closure:
+    with overflow_shared(optimizer, lambda: "loss", lambda _: True, CPU) as closure:
         assert closure() == "loss"
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 2.0
+    assert len(optimizer.param_groups[0]["params"]) == len(parameters)
     for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
         assert parameter.is_meta or torch.equal(parameter, weight)
         assert parameter.grad is gradient
@@ -218,23 +224,33 @@ class OptimizesLastLayers(Task):
         return torch.optim.SGD(self.net[2:].parameters(), lr=0.05)
 
 
-def fit_untrained_stage(context: RankContext, kind: str) -> None:
+def fit_untrained_stage(
+    context: RankContext | None, stages: int, kind: str
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train with a first stage that stays as it is, and an overflow in the other one."""
     scale = 1.0 if kind == "frozen, scale 1" else 1024.0
     scaler = GradScaler("cpu", init_scale=scale, growth_interval=2)
     if kind == "not in the optimizer":
-        _fit(context, 2, scaler, "net.7.bias", make=OptimizesLastLayers)
+        plant, task = _fit(context, stages, scaler, "net.7.bias", make=OptimizesLastLayers)
     else:
-        _fit(context, 2, scaler, "net.7.bias", frozen=True)
+        plant, task = _fit(context, stages, scaler, "net.7.bias", frozen=True)
+    return plant.scales, {n: p.detach() for n, p in task.named_parameters()}
+
+
+def untrained_stage_plainly(context: RankContext, kind: str) -> Any:
+    return fit_untrained_stage(None, 1, kind)
 
 
 @pytest.mark.parametrize("kind", ["frozen", "frozen, scale 1", "not in the optimizer"])
-def test_a_stage_without_trainable_parameters_is_refused_with_a_scaler(
+def test_an_untrained_stage_trains_as_on_a_single_device_with_a_scaler(
     pool: RankPool, kind: str
 ) -> None:
-    first, _ = pool.run_expecting_errors(fit_untrained_stage, 2, kind, keep=True)
-    assert first.error_type == ConfigError.__name__, first.error_message
-    assert "must have a trainable parameter of every stage" in first.error_message
-    assert "got none of stage 0" in first.error_message
+    (expected,) = pool.run(untrained_stage_plainly, 1, kind)
+    for scales, weights in pool.run(fit_untrained_stage, 2, 2, kind):
+        assert scales == expected[0]
+        assert scales[2] < scales[1], "the scaler backed off"
+        for name, value in weights.items():
+            assert relative(value, expected[1][name]) < 2e-3, name
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 
 
 def compressed_hook(state: GradientSyncState, bucket: GradBucket) -> Future[Tensor]:

@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlres.codecs.gradient import OneBit
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.gradsync.execute import ddp_state
-from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
-from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.execute.session import SyncSession
+from lightning_dlres.gradsync.hook import planner
+from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.sparse_parameters import sparse_parameters
 from lightning_dlres.gradsync.plan.decision import SyncDecision
 from tests.support.rank_pool import RankContext, RankPool
 
@@ -121,7 +122,7 @@ def fail_to_plan(context: RankContext) -> tuple[str, list[bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SyncSession, "close", record)
         if context.rank:
-            patch.setattr(ddp_state, "plan_synchronisation", refuse)
+            patch.setattr(planner, "plan_synchronisation", refuse)
         try:
             state.open(torch.device("cpu"))
         except Exception as error:
@@ -164,3 +165,46 @@ def test_two_ranks_need_no_coordinator(pool: RankPool) -> None:
     ranks = pool.run(train, 2, {"algorithm": "fp16", "topology": "ring", "min_bytes": 0})
     assert ranks[0][1] is None
     assert all(map(torch.equal, ranks[0][0], ranks[1][0]))
+
+
+def sparse_plan(context: RankContext) -> tuple[set[str], int, bool]:
+    """Return the planned gradients, their elements as the prediction counts them, and whether the
+    embedding has its mean."""
+    context.init_process_group()
+    model = nn.ModuleDict(
+        {"tokens": nn.Embedding(10_000, 8, sparse=True), "head": nn.Linear(8, 4000)}
+    )
+    state = GradientSyncState(algorithm="int8", coordinator="none", min_bytes=0)
+    state.name_parameters(model.named_parameters(), sparse_parameters(model))
+    wrapped = DistributedDataParallel(Called(model))
+    wrapped.register_comm_hook(state, compressed_hook)
+    for step in range(2):
+        model.zero_grad()
+        wrapped(torch.tensor([context.rank, 5 + step])).backward()
+    gradient = model["tokens"].weight.grad
+    rows = gradient.to_dense().abs().sum(1).nonzero().flatten().tolist()
+    assert state.plan is not None
+    assert state.decision is not None
+    names = {unit.gradient for unit in state.plan.units}
+    elements = sum(unit.count for unit in state.plan.units)
+    state.close()
+    return names, elements, rows == [0, 1, 6]
+
+
+class Called(nn.Module):
+    """Looks tokens up, and applies the head."""
+
+    def __init__(self, model: nn.ModuleDict) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model["head"](self.model["tokens"](tokens)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_sparse_gradients_have_no_part_in_the_plan(pool: RankPool) -> None:
+    """Torch's all-reduce sums their few rows, whatever the plan."""
+    for names, elements, has_mean in pool.run(sparse_plan, 2):
+        assert names == {"head.weight", "head.bias"}
+        assert elements == 8 * 4000 + 4000
+        assert has_mean

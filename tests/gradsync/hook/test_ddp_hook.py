@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlres.codecs.gradient import RESIDUAL
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.gradsync.execute.ddp_hook import compressed_hook
-from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from tests.support.rank_pool import RankContext, RankPool
 
 STEPS = 6
@@ -184,6 +184,7 @@ def test_a_rank_that_leaves_is_named(pool: RankPool) -> None:
         ({"algorithm": "tbq", "coordinator": "never"}, "coordinator must be one of"),
         ({"algorithm": "tbq", "timeout": 0.0}, "timeout must be a time above 0"),
         ({"algorithm": "tbq", "min_bytes": -1}, "min_bytes must be"),
+        ({"replan": True}, "replan must be 'auto' or False, got True. Use replan=False."),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

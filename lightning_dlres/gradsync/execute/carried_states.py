@@ -1,0 +1,115 @@
+"""States of the codecs when the plan changes between two steps.
+
+A rank keeps what it has not sent: no residual changes hands, so ranks exchange nothing. A state
+whose unit, codec and part stay as they were is kept as it is. Any other residual goes to the state
+for this rank's own gradient; if the rank completes a unit's sum without encoding its own gradient,
+to the state for the sum. Either way, a residual counts once in the sum of all ranks. Where no state
+can take it, as with torch's all-reduce, it is added to this rank's next gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec
+from lightning_dlres.gradsync.execute.states import CodecStates
+from lightning_dlres.gradsync.execute.unit_graphs import unit_graph
+from lightning_dlres.gradsync.plan.graph import Part, TaskKind
+from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
+from lightning_dlres.gradsync.plan.units import SyncUnit
+
+
+def carried_states(
+    states: CodecStates,
+    before: SyncPlan,
+    after: SyncPlan | None,
+    codecs: Mapping[str, GradientCodec],
+    rank: int,
+    device: torch.device,
+) -> tuple[CodecStates, dict[str, Tensor]]:
+    """Return this rank's states for a new plan, and what its next gradients must be given.
+
+    Args:
+        states: States under the plan before, which must not be used afterwards.
+        before: Plan before.
+        after: New plan of the same gradients and ranks; None for torch's all-reduce.
+        codecs: Codecs of the new plan by name.
+        rank: This rank.
+        device: Device of the gradients.
+
+    Returns:
+        The states, and float32[elements] by gradient, to be added without the loss scale.
+    """
+    carried, unsent = CodecStates(), _Unsent(before, device)
+    left = dict(states.by_key)
+    parts = {} if after is None else _encoded_parts(after, codecs, rank)
+    old_codecs, new_codecs = _codecs_of(before.units), _codecs_of(parts)
+    for key in [(u.gradient, u.start, u.stop, part) for u in parts for part in parts[u]]:
+        if key in left and old_codecs[key[:3]] == new_codecs[key[:3]]:
+            carried.by_key[key] = left.pop(key)
+    for (gradient, start, stop, _), state in left.items():
+        residual = state.get(RESIDUAL)
+        if residual is None:
+            continue
+        units = [] if after is None else after.units_of(gradient)
+        for unit in units:
+            first, end = max(start, unit.start), min(stop, unit.stop)
+            if first >= end:
+                continue
+            piece = residual[first - start : end - start]
+            target = None
+            if parts.get(unit):
+                part = min(parts[unit])
+                target = carried.of(unit, part, codecs[unit.codec], device).get(RESIDUAL)
+            if target is None:
+                unsent.add(gradient, first, piece)
+            else:
+                target[first - unit.start : end - unit.start] += piece
+        if not units:
+            unsent.add(gradient, start, residual)
+    return carried, unsent.values
+
+
+def _codecs_of(units: Iterable[SyncUnit]) -> dict[tuple[str, int, int], str]:
+    return {(unit.gradient, unit.start, unit.stop): unit.codec for unit in units}
+
+
+def _encoded_parts(
+    plan: SyncPlan, codecs: Mapping[str, GradientCodec], rank: int
+) -> dict[SyncUnit, set[Part]]:
+    """Return what a rank encodes of each unit that has a codec."""
+    return {
+        unit: {
+            task.part
+            for task in unit_graph(plan, unit, rank, codecs)
+            if task.kind is TaskKind.ENCODE
+        }
+        for unit in plan.units
+        if unit.codec != RAW
+    }
+
+
+class _Unsent:
+    """Residuals by gradient that no state can take.
+
+    Args:
+        plan: Plan with all elements of the gradients.
+        device: Device of the gradients.
+
+    Attributes:
+        values: float32[elements] by gradient.
+    """
+
+    def __init__(self, plan: SyncPlan, device: torch.device) -> None:
+        self._plan, self._device = plan, device
+        self.values: dict[str, Tensor] = {}
+
+    def add(self, gradient: str, start: int, piece: Tensor) -> None:
+        """Add a piece of a gradient that begins at an element."""
+        if gradient not in self.values:
+            count = self._plan.gradient_counts()[gradient]
+            self.values[gradient] = torch.zeros(count, device=self._device)
+        self.values[gradient][start : start + piece.numel()] += piece

@@ -1,0 +1,1 @@
+"""Communication hook of torch's DistributedDataParallel, its state, and its planning."""

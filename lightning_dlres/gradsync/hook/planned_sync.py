@@ -1,0 +1,251 @@
+"""Synchronisation by the current plan of a hook, and its change between two steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.gradsync.execute.carried_states import carried_states
+from lightning_dlres.gradsync.execute.coordinator_trial import tried_coordinator
+from lightning_dlres.gradsync.execute.planning import AUTO
+from lightning_dlres.gradsync.execute.saved_states import (
+    continue_states,
+    save_states,
+    unsent_mean,
+    unsent_raw,
+)
+from lightning_dlres.gradsync.execute.session import SyncSession, all_ranks_agree, gloo_group
+from lightning_dlres.gradsync.execute.states import CodecStates
+from lightning_dlres.gradsync.hook.drift_watch import DriftWatch
+from lightning_dlres.gradsync.hook.planner import HookPlanner
+from lightning_dlres.gradsync.hook.unsent_gradients import UnsentGradients
+from lightning_dlres.gradsync.plan.plan import SyncPlan
+from lightning_dlres.gradsync.plan.plan_change import PlanChange
+from lightning_dlres.gradsync.plan.units import GradientSpec
+
+# First step that repeats a plan. DDP sorts parameters into other buckets after step 0, and step 1
+# is slow because connections are made in it.
+_REPLAYED_STEP = 3
+_log = logging.getLogger(__name__)
+
+
+class PlannedSync:
+    """Session of all ranks that follows the planner, and this rank's states of the codecs.
+
+    Args:
+        planner: Planner, which holds the current plan.
+        coordinator: "auto", "always", "replay" or "none".
+        may_replan: True plans again when the steps drift, if the planner has something to choose.
+        timeout: Seconds that a rank waits for another.
+        check: Called while waiting; raises if a rank is known to have failed.
+        keeps_previous: True copies the codecs' states before each step.
+        tracer: Gets a span for each task.
+
+    Attributes:
+        session: Session; None with torch's all-reduce.
+        states: States of the codecs.
+        unsent: What no state can take.
+        watch: Watch over the steps; None if the first plan stays.
+        changes: Changes of the plan.
+        failure: Error that ended the synchronisation; None while there is none.
+    """
+
+    def __init__(
+        self,
+        planner: HookPlanner,
+        *,
+        coordinator: str,
+        may_replan: bool,
+        timeout: float,
+        check: Callable[[], None],
+        keeps_previous: bool,
+        tracer: Tracer,
+    ) -> None:
+        self._planner, self._coordinator, self._may_replan = planner, coordinator, may_replan
+        self._timeout, self._check, self._tracer = timeout, check, tracer
+        self._keeps_previous = keeps_previous
+        self.session: SyncSession | None = None
+        self.states, self.unsent = CodecStates(), UnsentGradients()
+        self.watch: DriftWatch | None = None
+        self.changes: list[PlanChange] = []
+        self.failure: BaseException | None = None
+        # Groups of the session, and of what is agreed and measured between two steps. They are made
+        # at the start: making a group hangs if a rank is lost.
+        self._group: dist.ProcessGroup | None = None
+        self._control: dist.ProcessGroup | None = None
+        self._gradients: Sequence[GradientSpec] = ()
+        self._device, self._element_bytes = torch.device("cpu"), 4
+
+    def open(
+        self,
+        gradients: Sequence[GradientSpec],
+        saved: Sequence[Mapping[str, Any]],
+        *,
+        step: int,
+        device: torch.device,
+        element_bytes: int,
+        has_plan: bool,
+    ) -> None:
+        """Connect the ranks, make the plan and fill the states; called by all ranks together.
+
+        Args:
+            gradients: The gradients, in the order of the model.
+            saved: Saved states of all ranks of an earlier run, by rank.
+            step: First step.
+            device: Device of the gradients.
+            element_bytes: Bytes of an element of a gradient.
+            has_plan: False for torch's all-reduce.
+
+        Raises:
+            PeerError: If a rank is lost or late.
+        """
+        self._gradients, self._device, self._element_bytes = gradients, device, element_bytes
+        if has_plan:
+            self._planner.require_kernels(device)
+            try:
+                self._connect(saved, step)
+            except BaseException as error:
+                self.failure = error
+                raise
+        if saved and self._planner.plan is None:
+            self.unsent.put({spec.name: unsent_mean(saved, spec) for spec in gradients})
+
+    def _connect(self, saved: Sequence[Mapping[str, Any]], step: int) -> None:
+        planner, rank = self._planner, dist.get_rank()
+        self._control, self._group = gloo_group(), gloo_group()
+        session = self._new_session(self._group, self._tracer)
+        with session.ended_by_failures():
+            planner.make(self._gradients, saved, session.mailbox, self._device, self._element_bytes)
+            if planner.plan is not None:
+                continue_states(
+                    saved, planner.plan, planner.codecs, rank, self._device, self.states
+                )
+                if saved:
+                    self.unsent.put(unsent_raw(saved, planner.plan, rank))
+                self._start(session, planner.plan, step)
+        if planner.plan is None:
+            session.close(orderly=True)
+        if self._may_replan and planner.is_automatic:
+            self.watch = DriftWatch()
+
+    def _new_session(self, group: dist.ProcessGroup | None, tracer: Tracer) -> SyncSession:
+        return SyncSession(timeout=self._timeout, check=self._check, tracer=tracer, group=group)
+
+    def _start(self, session: SyncSession, plan: SyncPlan, step: int) -> None:
+        coordinator, codecs = self._coordinator, self._planner.codecs
+        if coordinator == AUTO:
+            coordinator = tried_coordinator(
+                plan,
+                codecs,
+                self._device,
+                timeout=self._timeout,
+                check=self._check,
+                group=self._control,
+            )
+        session.start(
+            plan,
+            codecs,
+            self.states,
+            coordinator=coordinator,
+            replay_from=step + _REPLAYED_STEP,
+            keeps_previous=self._keeps_previous,
+        )
+        self.session = session
+
+    def begin_backward(self, step: int, continues: bool) -> None:
+        """Prepare for the first bucket of a backward; change the plan if it is time for that.
+
+        All gradients of the step before are means. The other ranks are here, too, or will be soon,
+        since they take the same steps.
+
+        Args:
+            step: Number of the step.
+            continues: True if the step belongs to the optimizer step of the one before.
+
+        Raises:
+            PeerError: If a rank is lost or late.
+        """
+        if not continues:
+            self.unsent.begin()
+        if self.watch is None:
+            return
+        self.watch.begin_step()
+        # Within an optimizer step, the copies for its undoing are those of one plan.
+        if not self.watch.is_due or continues:
+            return
+        assert self._control is not None
+        is_steady = not self.watch.is_drifting
+        if all_ranks_agree(is_steady, self._control, self._timeout, self._check):
+            self.watch.agreed()
+        else:
+            self._plan_again(step)
+            self.watch.planned()
+
+    def _plan_again(self, step: int) -> None:
+        """Measure again, and change the plan if that pays; called by all ranks together."""
+        planner, before, rank = self._planner, self._planner.plan, dist.get_rank()
+        # Its messages are not those of training, so no tracer records them.
+        probe = self._new_session(self._control, Tracer(enabled=False))
+        with probe.ended_by_failures():
+            change = planner.make_again(
+                step, self._gradients, probe.mailbox, self._device, self._element_bytes
+            )
+        probe.close(orderly=True)
+        if change is None:
+            return
+        session, self.session = self.session, None
+        if session is not None:
+            session.close(orderly=True)
+        if before is not None:
+            self.states, unsent = carried_states(
+                self.states, before, planner.plan, planner.codecs, rank, self._device
+            )
+            self.unsent.put(unsent)
+        if planner.plan is not None:
+            session = self._new_session(self._group, self._tracer)
+            with session.ended_by_failures():
+                self._start(session, planner.plan, step)
+        self.changes.append(change)
+        if rank == 0:
+            _log.info(change.line())
+
+    def undo_step(self) -> None:
+        """Return to the states of before the last step of the optimizer."""
+        self.unsent.undo()
+        if self.session is not None:
+            self.session.synchroniser.undo_step()
+
+    def saved_states(self) -> dict[str, Any]:
+        """Return this rank's states for a checkpoint; empty if there are none."""
+        plan, unsent = self._planner.plan, self.unsent.entries()
+        if plan is None:
+            return {"world_size": dist.get_world_size(), "units": unsent} if unsent else {}
+        saved = save_states(self.states, plan)
+        return {**saved, "units": [*saved["units"], *unsent]}
+
+    def close(self) -> None:
+        """End the threads. All ranks call it together, unless one has failed.
+
+        Raises:
+            PeerError: If a rank does not call it in time.
+        """
+        session, self.session = self.session, None
+        control, self._control = self._control, None
+        is_orderly = False
+        try:
+            if control is not None and self.failure is None:
+                # The last messages of other ranks may still need the coordinator, or pass this
+                # rank.
+                all_ranks_agree(True, control, self._timeout, self._check)
+                is_orderly = True
+        finally:
+            if session is not None:
+                session.close(orderly=is_orderly)
+            if is_orderly:
+                for group in (control, self._group):
+                    dist.destroy_process_group(group)

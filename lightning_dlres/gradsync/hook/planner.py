@@ -1,0 +1,173 @@
+"""Plans of the hook's state: a given one, that of an earlier run, or the cost model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.core.comm.mailbox import Mailbox
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.gradsync.execute.planning import (
+    AUTO,
+    SyncPlanningOptions,
+    codecs_for_auto,
+    plan_again,
+    plan_synchronisation,
+)
+from lightning_dlres.gradsync.execute.saved_states import saved_plan
+from lightning_dlres.gradsync.plan.cost_model import auto_codecs
+from lightning_dlres.gradsync.plan.costs import SyncCosts
+from lightning_dlres.gradsync.plan.decision import SyncDecision
+from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
+from lightning_dlres.gradsync.plan.plan import SyncPlan, choices_by_size, make_plan
+from lightning_dlres.gradsync.plan.plan_change import PlanChange, change_of_plan
+from lightning_dlres.gradsync.plan.units import GradientSpec
+from lightning_dlres.kernels.gradients.layout import BLOCK
+
+
+class HookPlanner:
+    """Planner of all plans of a run, the same on all ranks.
+
+    Args:
+        algorithm: "auto", "raw", or the name of a codec.
+        topology: "auto", "ps" or "ring".
+        codecs: Codec of the algorithm by name; empty for "auto" and "raw".
+        min_bytes: Gradients with fewer bytes are not compressed.
+        is_adam_like: True if one- and two-bit gradients do not suit the optimizers.
+        is_coordinated: True if a coordinator lets one rank send to another at a time.
+
+    Attributes:
+        codecs: Codecs by name: that of the algorithm, or those among which "auto" chooses.
+        plan: Current plan; None for torch's all-reduce.
+        decision: Decision that led to the plan; None if the cost model was not asked.
+        algorithm: Current algorithm, or "auto" before the first plan.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: str,
+        topology: str,
+        codecs: Mapping[str, GradientCodec],
+        min_bytes: int,
+        is_adam_like: bool,
+        is_coordinated: bool,
+    ) -> None:
+        self._algorithm, self._topology, self._min_bytes = algorithm, topology, min_bytes
+        self._is_adam_like, self._is_coordinated = is_adam_like, is_coordinated
+        self.codecs, self.algorithm = dict(codecs), algorithm
+        self.plan: SyncPlan | None = None
+        self.decision: SyncDecision | None = None
+        self._costs: SyncCosts | None = None
+
+    @property
+    def is_automatic(self) -> bool:
+        """True if the cost model has something to choose."""
+        return AUTO in (self._algorithm, self._topology)
+
+    def require_kernels(self, device: torch.device) -> None:
+        """Raise a `ConfigError` if the named codec does not run on a device here."""
+        if device.type != "cpu" and not all(c.runs_on_gpus() for c in self.codecs.values()):
+            raise ConfigError(
+                f"algorithm must be one that runs on {device.type} here, got {self._algorithm!r}. "
+                "Install the package's extra `cuda`, or use algorithm='fp16'."
+            )
+
+    def make(
+        self,
+        gradients: Sequence[GradientSpec],
+        saved: Sequence[Mapping[str, Any]],
+        mailbox: Mailbox,
+        device: torch.device,
+        element_bytes: int,
+    ) -> None:
+        """Make the first plan; called by all ranks together.
+
+        Args:
+            gradients: The gradients, in the order of the model.
+            saved: Saved states of all ranks of an earlier run, by rank.
+            mailbox: Messages to the other ranks.
+            device: Device of the gradients.
+            element_bytes: Bytes of an element of a gradient.
+
+        Raises:
+            PeerError: If a rank is lost or late.
+        """
+        world_size = dist.get_world_size()
+        if not self.is_automatic:
+            choices = choices_by_size(
+                gradients,
+                self.codecs.get(self._algorithm),
+                least_elements=-(-self._min_bytes // 4),
+                world_size=world_size,
+            )
+            self.plan = make_plan(
+                gradients, choices, world_size=world_size, topology=self._topology, alignment=BLOCK
+            )
+            return
+        if self._algorithm == AUTO:
+            runnable = {
+                name: codec
+                for name, codec in codecs_for_auto().items()
+                if device.type == "cpu" or codec.runs_on_gpus()
+            }
+            self.codecs = auto_codecs(runnable, is_adam_like=self._is_adam_like)
+        topologies = tuple(TOPOLOGIES) if self._topology == AUTO else (self._topology,)
+        self.plan = saved_plan(saved, gradients, self.codecs, topologies, world_size)
+        if self.plan is not None:
+            # A new measurement might lead to another plan, and the run would not continue exactly.
+            self.algorithm = saved[0]["algorithm"]
+            return
+        options = self._options(device, element_bytes)
+        self._follow(plan_synchronisation(gradients, self.codecs, mailbox, options))
+
+    def make_again(
+        self,
+        step: int,
+        gradients: Sequence[GradientSpec],
+        mailbox: Mailbox,
+        device: torch.device,
+        element_bytes: int,
+    ) -> PlanChange | None:
+        """Measure again, and change the plan if that pays; called by all ranks together.
+
+        For the other arguments see `make`.
+
+        Args:
+            step: First step with the new plan.
+
+        Returns:
+            The change, the same on all ranks; None if the plan stays.
+        """
+        decision, current = plan_again(
+            gradients,
+            self.codecs,
+            mailbox,
+            self._options(device, element_bytes),
+            plan=self.plan,
+            earlier=self._costs,
+        )
+        self._costs = decision.costs
+        change = change_of_plan(step, self.algorithm, self.plan, current, decision, self.codecs)
+        if change is not None:
+            self._follow(decision)
+        return change
+
+    def _options(self, device: torch.device, element_bytes: int) -> SyncPlanningOptions:
+        return SyncPlanningOptions(
+            algorithm=self._algorithm,
+            topology=self._topology,
+            is_adam_like=self._is_adam_like,
+            least_bytes=self._min_bytes,
+            device=device,
+            element_bytes=element_bytes,
+            is_coordinated=self._is_coordinated,
+        )
+
+    def _follow(self, decision: SyncDecision) -> None:
+        self.decision, self.plan, self.algorithm = decision, decision.plan, decision.algorithm
+        self._costs = decision.costs

@@ -1,0 +1,58 @@
+"""Residuals that no codec's state can take, until they are added to the next gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_dlres.codecs.gradient import RESIDUAL
+from lightning_dlres.gradsync.plan.graph import Part
+from lightning_dlres.gradsync.plan.plan import RAW
+
+
+class UnsentGradients:
+    """What this rank has not sent, by gradient, without the loss scale.
+
+    It is added to the gradients of the next step. An optimizer may skip that step, so it is kept
+    until the next one begins.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Tensor] = {}
+        self._added: dict[str, Tensor] = {}
+
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Add float32[elements] by gradient."""
+        for name, value in values.items():
+            self._values[name] = self._values[name] + value if name in self._values else value
+
+    def begin(self) -> None:
+        """Forget what was added, because the optimizer has used it."""
+        self._added.clear()
+
+    def add_to(self, gradients: Mapping[str, Tensor], loss_scale: float) -> None:
+        """Add to flat gradients by name."""
+        for name in self._values.keys() & gradients.keys():
+            value = self._added[name] = self._values.pop(name)
+            gradients[name].add_(value.to(gradients[name]), alpha=loss_scale)
+
+    def undo(self) -> None:
+        """Take back what was added, because the optimizer has skipped the step."""
+        self.put(self._added)
+        self._added.clear()
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the entries of a checkpoint, in the form of `save_states`."""
+        return [
+            {
+                "gradient": name,
+                "start": 0,
+                "stop": value.numel(),
+                "part": int(Part.GRADIENT),
+                "codec": RAW,
+                "tensors": {RESIDUAL: value},
+            }
+            for name, value in self._values.items()
+        ]

@@ -1,0 +1,89 @@
+"""An overflow undoes all backwards of an optimizer's step, and no more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
+from tests.support.rank_pool import RankContext, RankPool
+
+STEPS, BACKWARDS, COUNT = 5, 3, 9000
+
+
+class Given(nn.Module):
+    """A parameter whose gradient is the input of `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(COUNT))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight * gradient).sum()
+
+
+def train(
+    context: RankContext, algorithm: str, overflows: Sequence[tuple[int, int]], steps: Sequence[int]
+) -> Tensor:
+    """Return the weights after some steps, each with several synchronised backwards.
+
+    Args:
+        context: The rank.
+        algorithm: Codec of the gradients.
+        overflows: Steps, and backwards within them, with an infinite gradient on rank 0.
+        steps: Steps to take.
+    """
+    context.init_process_group()
+    model = Given()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=10**6)
+    state = GradientSyncState(
+        algorithm=algorithm,
+        topology="ps",
+        coordinator="none",
+        min_bytes=0,
+        optimizers=[optimizer],
+        keeps_previous=True,
+    )
+    state.name_parameters(model.named_parameters())
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(state, compressed_hook)
+    for step in steps:
+        optimizer.zero_grad()
+        for part in range(BACKWARDS):
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + context.rank)
+            gradient = torch.randn(COUNT, generator=generator)
+            if (step, part) in overflows and context.rank == 0:
+                gradient[5] = math.inf
+            state.loss_scale = scaler.get_scale()
+            scaler.scale(wrapped(gradient)).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < before:
+            state.undo_step()
+    state.close()
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("part", range(BACKWARDS))
+@pytest.mark.parametrize("algorithm", ["tbq", pytest.param("onebit", marks=pytest.mark.exhaustive)])
+def test_all_backwards_of_a_skipped_step_leave_no_trace(
+    pool: RankPool, algorithm: str, part: int
+) -> None:
+    """The residuals of before the first of them come back."""
+    overflows = [(0, part), (2, part), (3, part)]
+    skipped = {step for step, _ in overflows}
+    ours, other = pool.run(train, 2, algorithm, overflows, range(STEPS))
+    assert torch.equal(ours, other)
+    taken = [step for step in range(STEPS) if step not in skipped]
+    expected, _ = pool.run(train, 2, algorithm, [], taken)
+    assert ours.isfinite().all()
+    assert torch.equal(ours, expected)

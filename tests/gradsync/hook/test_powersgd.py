@@ -1,0 +1,294 @@
+"""PowerSGD of the state is torch's hook, bit for bit, and its errors survive checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
+from tests.support.rank_pool import RankContext, RankPool
+
+# Matrices, two of one shape and apart from each other, and vectors, which are not compressed.
+SHAPES = {"first": (40, 30), "bias": (40,), "second": (30, 60), "third": (40, 30), "last": (7,)}
+START = 2
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are the inputs of `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        return sum((p * gradients[name]).sum() for name, p in self.named_parameters())  # type: ignore[return-value]
+
+
+def gradients(rank: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def train(
+    context: RankContext,
+    steps: Sequence[int],
+    options: dict[str, Any] | None,
+    *,
+    plain: dict[str, Any] | None = None,
+    saved: bytes | None = None,
+    accumulate: int = 1,
+    overflows: Sequence[int] = (),
+    scales: Sequence[float] | None = None,
+) -> tuple[list[dict[str, Tensor]], bytes, list[str]]:
+    """Return the means of all steps that did not overflow, the saved state, and the warnings.
+
+    Args:
+        context: The rank.
+        steps: Numbers of the steps, which choose the gradients.
+        options: Options of PowerSGD in our state, or None for torch's hook.
+        plain: Options of torch's hook.
+        saved: States of all ranks to continue from.
+        accumulate: Backwards of a step, of which the last one synchronises.
+        overflows: Steps with an infinite gradient on rank 0.
+        scales: Factors of the loss; None: 1.
+    """
+    context.init_process_group()
+    model = Given()
+    wrapped = DistributedDataParallel(model)
+    state = None
+    with pytest.WarningsRecorder(_ispytest=True) as record:
+        if options is None:
+            wrapped.register_comm_hook(PowerSGDState(None, **(plain or {})), powerSGD_hook)
+        else:
+            state = GradientSyncState(
+                algorithm="powersgd", codec_options=options, keeps_previous=True
+            )
+            state.name_parameters(model.named_parameters())
+            if saved is not None:
+                # Only tensors and primitive types pass.
+                state.load_state_dicts(torch.load(io.BytesIO(saved), weights_only=True))
+            wrapped.register_comm_hook(state, compressed_hook)
+        means = []
+        for index, step in enumerate(steps):
+            model.zero_grad()
+            scale = 1.0 if scales is None else scales[index]
+            for part in range(accumulate):
+                values = gradients(context.rank, step * accumulate + part)
+                if step in overflows and context.rank == 0:
+                    values["second"][3, 3] = math.inf
+                if state is not None:
+                    state.loss_scale = scale
+                wrapped.require_backward_grad_sync = part == accumulate - 1
+                (wrapped(values) * scale).backward()
+            if step in overflows:
+                assert state is not None
+                state.undo_step()
+            else:
+                means.append({n: p.grad.clone() / scale for n, p in model.named_parameters()})
+    buffer = io.BytesIO()
+    if state is not None:
+        torch.save(copy.deepcopy(state.state_dict()), buffer)
+        state.close()
+    return (
+        means,
+        buffer.getvalue(),
+        [str(w.message) for w in record if "PowerSGD" in str(w.message)],
+    )
+
+
+def merged(saved: Sequence[bytes]) -> bytes:
+    """Return the states of all ranks as one checkpoint."""
+    buffer = io.BytesIO()
+    torch.save([torch.load(io.BytesIO(one), weights_only=True) for one in saved], buffer)
+    return buffer.getvalue()
+
+
+def assert_same(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> None:
+    for means, others in zip(one, other, strict=True):
+        for name in SHAPES:
+            assert torch.equal(means[name], others[name]), name
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {}),
+    "rank": ({"rank": 3}, {"matrix_approximation_rank": 3}),
+    "cold": ({"warm_start": False}, {"warm_start": False}),
+    "no feedback": ({"error_feedback": False}, {"use_error_feedback": False}),
+    "ratio and seed": (
+        {"least_ratio": 1.1, "seed": 4, "rank": 8},
+        {"min_compression_rate": 1.1, "random_seed": 4, "matrix_approximation_rank": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("case", CASES)
+def test_means_are_those_of_torchs_hook(pool: RankPool, case: str, accumulate: int) -> None:
+    options, plain = CASES[case]
+    ours = pool.run(train, 2, range(7), {"start_step": START, **options}, accumulate=accumulate)
+    expected = pool.run(
+        train,
+        2,
+        range(7),
+        None,
+        plain={"start_powerSGD_iter": START, **plain},
+        accumulate=accumulate,
+    )
+    for (means, _, _), (others, _, _) in zip(ours, expected, strict=True):
+        assert_same(means, others)
+
+
+@pytest.mark.parametrize(
+    ("case", "step"),
+    # Cold matrices are drawn in the order of the buckets, so those of the first step differ.
+    [
+        pytest.param(case, step, marks=[] if step == 4 else pytest.mark.exhaustive)
+        for case in CASES
+        for step in (1, 4)
+        if (case, step) != ("cold", 4)
+    ],
+)
+def test_a_resumed_run_continues_exactly(pool: RankPool, case: str, step: int) -> None:
+    """Its first buckets have the parameters in another order."""
+    options = {"start_step": START, **CASES[case][0]}
+    whole = pool.run(train, 2, range(8), options)
+    first = pool.run(train, 2, range(step), options)
+    second = pool.run(
+        train, 2, range(step, 8), options, saved=merged([saved for _, saved, _ in first])
+    )
+    for (means, state, _), (rest, other_state, warnings) in zip(whole, second, strict=True):
+        assert_same(means[step:], rest)
+        assert not warnings
+        one, other = (torch.load(io.BytesIO(s), weights_only=True) for s in (state, other_state))
+        assert one["powersgd"]["iteration"] == other["powersgd"]["iteration"] == 8
+        errors, others = one["powersgd"]["errors"], other["powersgd"]["errors"]
+        assert errors.keys() == others.keys()
+        assert all(torch.equal(errors[name], others[name]) for name in errors)
+
+
+def unsent(saved: Sequence[bytes], name: str) -> Tensor:
+    states = [torch.load(io.BytesIO(one), weights_only=True).get("powersgd") for one in saved]
+    zero = torch.zeros(SHAPES[name], dtype=torch.float64).view(-1)
+    return sum((s["errors"][name].double() for s in states if s and s["errors"]), zero)
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_nothing_is_lost_on_another_number_of_ranks(pool: RankPool, after: int) -> None:
+    options = {"start_step": START}
+    first = pool.run(train, 2, range(5), options)
+    second = pool.run(
+        train, after, range(5, 9), options, saved=merged([saved for _, saved, _ in first])
+    )
+    warning = (
+        "The checkpoint has PowerSGD's errors of 2 ranks, and this run has 3: each rank got their "
+        "mean."
+    )
+    for means, _, warnings in second:
+        assert_same(means, second[0][0])
+        assert warnings == [warning] * (after > 1)
+    for name in SHAPES:
+        given = sum(gradients(r, s)[name].double() for s in range(5) for r in range(2)) / 2
+        given += (
+            sum(gradients(r, s)[name].double() for s in range(5, 9) for r in range(after)) / after
+        )
+        got = sum(means[name].double() for means in first[0][0] + second[0][0]).view(-1)
+        got = got + unsent([saved for _, saved, _ in second], name) / after
+        torch.testing.assert_close(got, given.view(-1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_step_that_overflows_leaves_no_trace(pool: RankPool, step: int) -> None:
+    """Without warm matrices, a step draws new ones, so those of later steps differ."""
+    options = {"start_step": START}
+    ours = pool.run(train, 2, range(7), options, overflows=[step])
+    errors = [unsent([saved], "second") for _, saved, _ in ours]
+    assert all(error.isfinite().all() for error in errors)
+    for name in SHAPES:
+        taken = [s for s in range(7) if s != step]
+        given = sum(gradients(r, s)[name].double() for s in taken for r in range(2))
+        got = 2 * sum(means[name].double() for means in ours[0][0]).view(-1)
+        got = got + unsent([saved for _, saved, _ in ours], name)
+        torch.testing.assert_close(got, given.view(-1), rtol=0, atol=1e-4)
+
+
+def test_the_loss_scale_leaves_no_trace(pool: RankPool) -> None:
+    options = {"start_step": START}
+    plain = pool.run(train, 2, range(6), options)
+    scaled = pool.run(train, 2, range(6), options, scales=[1024.0, 2.0, 0.5, 8.0, 8.0, 1024.0])
+    for (means, _, _), (others, _, _) in zip(plain, scaled, strict=True):
+        for one, other in zip(means, others, strict=True):
+            for name in SHAPES:
+                torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
+
+
+class Odd(nn.Module):
+    """Parameters that torch's hook cannot handle."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 64))
+        self.other: Any = {
+            "scalar": lambda: nn.Parameter(torch.tensor(1.0)),
+            "sparse": lambda: nn.Embedding(4, 2, sparse=True),
+            "buckets": lambda: nn.Parameter(torch.zeros(64, 64)),
+        }[kind]()
+
+    def forward(self) -> Tensor:
+        if isinstance(self.other, nn.Embedding):
+            return self.weight.sum() + self.other(torch.tensor([1])).sum()
+        return self.weight.sum() * self.other.sum()
+
+
+def refuse(context: RankContext, kind: str) -> str:
+    context.init_process_group()
+    model = Odd(kind)
+    state = GradientSyncState(algorithm="powersgd", codec_options={"start_step": 2})
+    state.name_parameters(model.named_parameters())
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.01 if kind == "buckets" else 25)
+    wrapped.register_comm_hook(state, compressed_hook)
+    for _ in range(2):
+        try:
+            wrapped().backward()
+        except Exception:
+            break
+    state.close()
+    return f"{type(state.failure).__name__}: {state.failure}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("scalar", "algorithm must be 'int8' or another codec for scalar or complex parameters"),
+        ("sparse", "algorithm must be 'int8' or another codec with sparse gradients"),
+        ("buckets", "bucket_cap_mb must be a single bucket with gloo for algorithm 'powersgd'"),
+    ],
+)
+def test_what_torchs_hook_cannot_handle_is_refused(pool: RankPool, kind: str, message: str) -> None:
+    for error in pool.run(refuse, 2, kind):
+        assert error.startswith(f"ConfigError: {message}")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank must be a whole number of at least 1"),
+        ({"start_step": 1}, "start_step must be a whole number of at least 2"),
+        ({"error_feedback": 1}, "error_feedback must be"),
+        ({"bits": 2}, "codec_options must be some of"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GradientSyncState(algorithm="powersgd", codec_options=options)
