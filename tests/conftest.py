@@ -14,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,27 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Stack of context managers that are closed after the test."""
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def short_link_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fixture that shortens the measurements of memory links; they are then less exact."""
+    monkeypatch.setattr("lightning_dlres.memory.profile.links._UNCACHED_BYTES", 4 << 20)
+
+
+@pytest.fixture
+def own_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Directory for the sockets and locks of this test. Its path is short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="dl") as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        yield Path(short)
 
 
 @pytest.fixture

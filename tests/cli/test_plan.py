@@ -10,7 +10,7 @@ import pytest
 from lightning_dlres.cli.main import main
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile import profiler
-from tests.cli.test_cli import CONFIG, TINY, assert_trained, run_in
+from tests.support.commands import CONFIG, TINY, assert_trained, run_command_in
 from tests.support.rank_pool import RankContext, RankOutcome, RankPool
 from tests.support.scripts import RunScript
 
@@ -28,7 +28,7 @@ measured_on: fast
 
 
 def plan_for_a_cluster(
-    pool: RankPool, directory: Path, run: Callable[..., int] = run_in
+    pool: RankPool, directory: Path, run: Callable[..., int] = run_command_in
 ) -> RankOutcome:
     (directory / "cluster.yaml").write_text(CLUSTER)
     options = ("plan", f"--config={CONFIG}", "--cluster=cluster.yaml", *TINY)
@@ -50,10 +50,10 @@ def test_a_plan_for_a_remote_cluster(pool: RankPool, tmp_path: Path) -> None:
 
 
 def run_with_little_memory(context: RankContext, directory: str, *options: str) -> int:
-    """Run `dlres` in a directory, on a machine with little free memory."""
+    """Run `dlres` in a directory, as a rank that sees little free memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiler, "available_bytes", lambda: 1000)
-        return run_in(context, directory, *options)
+        return run_command_in(context, directory, *options)
 
 
 def test_a_machine_without_memory_for_a_layer_is_refused(pool: RankPool, tmp_path: Path) -> None:
@@ -67,20 +67,25 @@ def test_a_machine_without_memory_for_a_layer_is_refused(pool: RankPool, tmp_pat
 @pytest.mark.exhaustive
 def test_plan_starts_its_ranks(run_script: RunScript, tmp_path: Path) -> None:
     options = (f"--config={CONFIG}", *TINY, "--out=p.json")
+    # The command takes the place of a script: `python -m lightning_dlres plan`.
     result = run_script(Path("plan"), *options, launcher=("-m", "lightning_dlres"), cwd=tmp_path)
     assert result.returncode == 0, result.output
     assert PipelinePlan.load(tmp_path / "p.json").world_size == 2
 
 
-def test_fit_trains_with_a_plan_of_ranks(pool: RankPool, tmp_path: Path) -> None:
+def test_fit_trains_with_a_plan_that_ranks_made(pool: RankPool, tmp_path: Path) -> None:
     options = (f"--config={CONFIG}", *TINY)
-    outcomes = pool.run_expecting_errors(run_in, 2, str(tmp_path), "plan", *options, "--out=p.json")
+    outcomes = pool.run_expecting_errors(
+        run_command_in, 2, str(tmp_path), "plan", *options, "--out=p.json"
+    )
     assert [outcome.value for outcome in outcomes] == [0, 0], outcomes
     plan = PipelinePlan.load(tmp_path / "p.json")
     assert plan.is_measured
     assert plan.world_size == 2
     with_plan = ("--trainer.strategy.init_args.plan=p.json",)
-    outcomes = pool.run_expecting_errors(run_in, 2, str(tmp_path), "fit", *options, *with_plan)
+    outcomes = pool.run_expecting_errors(
+        run_command_in, 2, str(tmp_path), "fit", *options, *with_plan
+    )
     assert_trained(outcomes, tmp_path)
     assert "profiling" not in outcomes[0].output
 

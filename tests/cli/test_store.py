@@ -13,15 +13,21 @@ import pytest
 
 from lightning_dlres.cli.main import main
 from lightning_dlres.cli.store import serve_main
-from lightning_dlres.core.host import lightweight_process as light
+from lightning_dlres.core.host import lightweight_process
 from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
 
-# Script of the process that `dlres store serve` turns into.
-LIGHT = f"""
+# Script that becomes the lightweight process of `dlres store serve` without the imports before it.
+LIGHTWEIGHT_SCRIPT = f"""
 import os, runpy, sys
-light = runpy.run_path({light.__file__!r})["lightweight_command"]
-command = light("lightning_dlres.cli.store:serve_main", *sys.argv[1:])
+module = runpy.run_path({lightweight_process.__file__!r})
+command = module["lightweight_command"]("lightning_dlres.cli.store:serve_main", *sys.argv[1:])
 os.execv(command[0], command)
+"""
+# Script that does the same as the command `dlres`.
+COMMAND_SCRIPT = """
+import sys
+from lightning_dlres.cli.main import main
+sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -77,13 +83,13 @@ def test_links_out_of_a_folder_are_followed_on_request_and_reported_otherwise(
     (tmp_path / "secret").write_text("x")
     (folder / "out").symlink_to(tmp_path / "secret")
     for command in (["ls", folder], ["verify", folder], ["put", folder, tmp_path / "store"]):
-        words = ["store", *map(str, command)]
-        assert main(words) == 0
+        argv = ["store", *map(str, command)]
+        assert main(argv) == 0
         printed = capsys.readouterr()
         assert "30 samples" in printed.out
         assert printed.err.count("1 link leads out of the folder") == 1
-        more = ["--overwrite"] if command[0] == "put" else []
-        assert main([*words, *more, "--follow-links"]) == 0
+        overwrite = ["--overwrite"] if command[0] == "put" else []
+        assert main([*argv, *overwrite, "--follow-links"]) == 0
         printed = capsys.readouterr()
         assert "31 samples" in printed.out
         assert "leads out" not in printed.err
@@ -100,21 +106,20 @@ def test_links_out_of_a_folder_are_followed_on_request_and_reported_otherwise(
 def test_mistakes_end_with_status_2_and_a_message(
     argv: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["store", *(word.format(files=folder) for word in argv)]) == 2
+    assert main(["store", *(argument.format(files=folder) for argument in argv)]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_serve_answers_until_it_is_stopped(start_script: Any, folder: Path, tmp_path: Path) -> None:
-    whole = "import sys; from lightning_dlres.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    serving = start_script(whole, "store", "serve", folder, "--nodes", 2, "--port", 0)
+    serving = start_script(COMMAND_SCRIPT, "store", "serve", folder, "--nodes", 2, "--port", 0)
     serving_line = serving.wait_for_line("Serving 30 samples .* as all of 2 nodes: (.*)")
     storage = NodeStorage(serving_line[1].split(","), timeout=20)
     assert storage.table.key(3) == "03.txt"
     storage.submit(0, 1, np.array([1, 3], np.uint32))
     storage.close()
     port = int(serving_line[1].split(",")[0].rpartition(":")[2])
-    second = start_script(LIGHT, "serve", folder, "--port", port)
-    # The port is taken.
+    # The port of the first server is taken.
+    second = start_script(LIGHTWEIGHT_SCRIPT, "serve", folder, "--port", port)
     assert second.wait() == 2
     assert "cannot listen on" in second.output()
     os.kill(serving.pid, signal.SIGTERM)
@@ -155,10 +160,11 @@ def test_bad_options_of_serve_are_refused(
 
 
 def test_an_output_that_its_reader_closes_early_prints_no_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as output:
         monkeypatch.setattr("sys.stdout", output)
         assert main(["store", "ls", str(folder)]) == 1
+    assert capsys.readouterr().err == ""

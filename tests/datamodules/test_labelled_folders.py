@@ -46,7 +46,7 @@ def as_floats(sample: Sample) -> Tensor:
 
 
 class Classifier(LightningModule):
-    """Records the label of each sample beside the class in its file."""
+    """Model that records the label of each sample beside the class in its file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,46 +75,49 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def once(directory: Path, **options: Any) -> Trainer:
+def one_epoch_trainer(directory: Path, **options: Any) -> Trainer:
     return trainer(directory, **{"max_epochs": 1, "num_sanity_val_steps": 0, **options})
 
 
-def module(root: Path, **options: Any) -> dlres.PrefetchCacheDataModule:
-    rest = {"labels": "folder", "extensions": [".jpg"], "decode": as_floats, "batch_size": 5}
-    return dlres.PrefetchCacheDataModule(**{"train": root / "train", **rest, **options})
+def data_module(root: Path, **options: Any) -> dlres.PrefetchCacheDataModule:
+    defaults = {"labels": "folder", "extensions": [".jpg"], "decode": as_floats, "batch_size": 5}
+    return dlres.PrefetchCacheDataModule(**{"train": root / "train", **defaults, **options})
 
 
 def test_labels_and_several_sets(root: Path) -> None:
     model = Classifier()
-    data = module(
+    data = data_module(
         root,
         val=[root / "val", f"file://{root}/train"],
         test=(root / "val", root / "other"),
         predict=root / "train",
     )
-    # Known without a Trainer, as models need their number.
+    # The classes are known without a Trainer, because models need their number.
     assert data.classes == CLASSES
     assert data.class_to_idx == {"Zebra": 0, "cat": 1, "ünit": 2}
-    running = once(root)
-    running.fit(model, datamodule=data)
+    epoch_trainer = one_epoch_trainer(root)
+    epoch_trainer.fit(model, datamodule=data)
     expected = [(at // 4, at // 4, at % 4) for at in shuffled(12, 0, 0).tolist()]
     assert model.trained == expected
     # The classes of the training samples count, not those of the set.
-    few, all_of_them = [1] * 4 + [2] * 4, [0] * 4 + [1] * 4 + [2] * 4
-    assert model.validated == {0: [(n, n) for n in few], 1: [(n, n) for n in all_of_them]}
+    val_labels, train_labels = [1] * 4 + [2] * 4, [0] * 4 + [1] * 4 + [2] * 4
+    assert model.validated == {
+        0: [(label, label) for label in val_labels],
+        1: [(label, label) for label in train_labels],
+    }
     model.validated.clear()
-    running.test(model, datamodule=data, verbose=False)
-    assert model.validated == {0: [(n, n) for n in few], 1: [(0, 0)] * 4}
-    running.predict(model, datamodule=data, return_predictions=False)
+    epoch_trainer.test(model, datamodule=data, verbose=False)
+    assert model.validated == {0: [(label, label) for label in val_labels], 1: [(0, 0)] * 4}
+    epoch_trainer.predict(model, datamodule=data, return_predictions=False)
     assert [len(batch) for batch in model.predicted] == [5, 5, 2]
 
 
 def test_each_set_of_a_list_has_its_own_cache(root: Path) -> None:
     model = Classifier()
-    data = module(
+    data = data_module(
         root, train=None, val=[root / "val", root / "other"], labels=CLASSES, storage="files"
     )
-    once(root).validate(model, datamodule=data, verbose=False)
+    one_epoch_trainer(root).validate(model, datamodule=data, verbose=False)
     assert model.validated == {0: [(1, 1)] * 4 + [(2, 2)] * 4, 1: [(0, 0)] * 4}
 
 
@@ -132,9 +135,9 @@ def test_a_store_keeps_labels(root: Path, tmp_path: Path, workers: dict[str, Any
             ((values, labels),) = loader
         expected = [number for number in range(3) for _ in range(count)]
         assert labels.tolist() == values[:, 0].tolist() == expected
-    assert module(root, train=tmp_path / "store").classes == CLASSES
+    assert data_module(root, train=tmp_path / "store").classes == CLASSES
     listing.write_text("\n".join(f"{name}/0.jpg" for name in reversed(CLASSES)))
-    assert module(root, train=listing).classes == CLASSES
+    assert data_module(root, train=listing).classes == CLASSES
 
 
 def test_without_decode_samples_come_with_their_labels(root: Path) -> None:
@@ -156,10 +159,10 @@ def test_passes_over_each_set_continue_after_a_checkpoint(root: Path) -> None:
     def run(epochs: int, resume: Any) -> list[tuple[str, int]]:
         seeds.clear()
         saving = ModelCheckpoint(root / f"{epochs}", save_last=True)
-        data = module(root, val=[root / "val", root / "other"], decode=record_seed)
-        once(root, max_epochs=epochs, callbacks=[saving], enable_checkpointing=True).fit(
-            Classifier(), datamodule=data, ckpt_path=resume
-        )
+        data = data_module(root, val=[root / "val", root / "other"], decode=record_seed)
+        one_epoch_trainer(
+            root, max_epochs=epochs, callbacks=[saving], enable_checkpointing=True
+        ).fit(Classifier(), datamodule=data, ckpt_path=resume)
         return list(seeds)
 
     first = run(1, None)
@@ -170,31 +173,31 @@ def test_passes_over_each_set_continue_after_a_checkpoint(root: Path) -> None:
 
 
 def test_given_classes_define_the_numbers(root: Path) -> None:
-    data = module(root, val=root / "val", labels=["cat", "ünit", "Zebra"])
+    data = data_module(root, val=root / "val", labels=["cat", "ünit", "Zebra"])
     model = Classifier()
-    once(root).validate(model, datamodule=data, verbose=False)
+    one_epoch_trainer(root).validate(model, datamodule=data, verbose=False)
     assert model.validated == {0: [(0, 1)] * 4 + [(1, 2)] * 4}
     with pytest.raises(dlres.ConfigError, match="labels must give the 3 classes of the check"):
         data.load_state_dict({"classes": CLASSES})
-    data = module(root, train=None, val=root / "other", labels=["cat"])
+    data = data_module(root, train=None, val=root / "other", labels=["cat"])
     with pytest.raises(dlres.ConfigError, match=r"'Zebra' in .*labels=\['Zebra', 'cat'\]"):
-        once(root).validate(model, datamodule=data)
+        one_epoch_trainer(root).validate(model, datamodule=data)
 
 
 def test_sources_without_classes_are_refused_with_their_names(root: Path) -> None:
     with pytest.raises(dlres.ConfigError, match=r"sample 'README.md' of .*train.*extensions"):
-        _ = module(root, extensions=None).classes
+        _ = data_module(root, extensions=None).classes
     flat = root / "train" / "cat"
     with pytest.raises(dlres.ConfigError, match=f"sample '0.jpg' of {flat}"):
-        once(root).fit(Classifier(), datamodule=module(root, train=flat))
+        one_epoch_trainer(root).fit(Classifier(), datamodule=data_module(root, train=flat))
     listing = root / "train" / "list.txt"
     listing.write_text("./cat/0.jpg\n")
     with pytest.raises(dlres.ConfigError, match=r"sample './cat/0.jpg' of"):
-        _ = module(root, train=listing).classes
+        _ = data_module(root, train=listing).classes
     with pytest.raises(dlres.ConfigError, match="labels must be 'folder' or a list"):
-        _ = module(root, labels=None).classes
+        _ = data_module(root, labels=None).classes
     with pytest.raises(dlres.ConfigError, match="train, val or test must be given"):
-        _ = module(root, train=None, predict=flat).classes
+        _ = data_module(root, train=None, predict=flat).classes
 
 
 @pytest.mark.parametrize("source", ["folder", "store", "listing"])
@@ -203,7 +206,7 @@ def test_endings_that_no_sample_has_are_refused(root: Path, source: str) -> None
     put(root / "train", paths["store"])
     paths["listing"].write_text("train/cat/0.jpg\n")
     with pytest.raises(dlres.ConfigError, match=r"extensions must .*got \['.png'\]"):
-        _ = module(root, train=paths[source], extensions=".png").classes
+        _ = data_module(root, train=paths[source], extensions=".png").classes
 
 
 DATA = TensorDataset(torch.zeros(3, 1))
@@ -232,4 +235,4 @@ DATA = TensorDataset(torch.zeros(3, 1))
 )
 def test_bad_values_are_refused_at_construction(options: dict[str, Any], words: str) -> None:
     with pytest.raises(dlres.ConfigError, match=words):
-        module(Path("data"), **options)
+        data_module(Path("data"), **options)

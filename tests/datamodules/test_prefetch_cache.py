@@ -5,6 +5,7 @@ Every strategy gets the right samples, and training resumes with the very next o
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -30,14 +31,9 @@ from lightning_dlres.prefetch.storage.writer import put
 from tests.support.quiet import trainer
 from tests.support.rank_pool import RankContext, RankPool
 
+pytestmark = pytest.mark.usefixtures("own_runtime_directory")
+
 COUNT = 50
-
-
-@pytest.fixture(autouse=True)
-def own_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="dl") as short:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
-        yield
 
 
 def data_set() -> TensorDataset:
@@ -52,6 +48,7 @@ class Model(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1))
+        # Epoch and sample_ids of each batch.
         self.seen: list[tuple[int, list[int]]] = []
         self.validated: list[int] = []
 
@@ -72,11 +69,16 @@ def order(epoch: int, seed: int = 0) -> list[int]:
     return shuffled(COUNT, seed, epoch).tolist()
 
 
+def ids_in(seen: list[tuple[int, list[int]]], epoch: int) -> list[int]:
+    """Return the sample_ids that a model saw in an epoch."""
+    return [sample_id for at, batch in seen if at == epoch for sample_id in batch]
+
+
 def seen_in(model: Model, epoch: int) -> list[int]:
-    return [number for at, numbers in model.seen if at == epoch for number in numbers]
+    return ids_in(model.seen, epoch)
 
 
-def module(**options: Any) -> dlres.PrefetchCacheDataModule:
+def data_module(**options: Any) -> dlres.PrefetchCacheDataModule:
     return dlres.PrefetchCacheDataModule(
         **{"train": data_set(), "batch_size": 8, "capacity": "1MiB", **options}
     )
@@ -84,7 +86,7 @@ def module(**options: Any) -> dlres.PrefetchCacheDataModule:
 
 def test_epochs_and_validation_get_their_samples(tmp_path: Path) -> None:
     model = Model()
-    data = module(val=data_set(), num_workers=1)
+    data = data_module(val=data_set(), num_workers=1)
     trainer(tmp_path).fit(model, datamodule=data)
     for epoch in range(2):
         assert seen_in(model, epoch) == order(epoch)
@@ -95,7 +97,7 @@ def test_epochs_and_validation_get_their_samples(tmp_path: Path) -> None:
 
 def test_weights_equal_those_of_a_plain_loop(tmp_path: Path) -> None:
     model, plain = Model(), Model()
-    trainer(tmp_path).fit(model, datamodule=module())
+    trainer(tmp_path).fit(model, datamodule=data_module())
     optimizer = plain.configure_optimizers()
     for epoch in range(2):
         for at in range(0, COUNT, 8):
@@ -113,10 +115,10 @@ def test_a_resume_continues_with_the_next_sample(tmp_path: Path, steps: int) -> 
     first = Model()
     trainer(
         tmp_path, callbacks=[saving], enable_checkpointing=True, max_steps=steps, max_epochs=-1
-    ).fit(first, datamodule=module(seed=4))
+    ).fit(first, datamodule=data_module(seed=4))
     second = Model()
     trainer(tmp_path, max_epochs=3).fit(
-        second, datamodule=module(seed=4), ckpt_path=tmp_path / "last.ckpt"
+        second, datamodule=data_module(seed=4), ckpt_path=tmp_path / "last.ckpt"
     )
     whole = [number for epoch in range(3) for number in order(epoch, 4)]
     assert [n for model in (first, second) for _, numbers in model.seen for n in numbers] == whole
@@ -144,10 +146,10 @@ def test_a_batch_that_was_not_trained_on_comes_again(tmp_path: Path, failing: st
     saving = OnExceptionCheckpoint(tmp_path)
     with pytest.raises(RuntimeError, match="device error"):
         trainer(tmp_path, callbacks=[saving], enable_checkpointing=True).fit(
-            first, datamodule=module()
+            first, datamodule=data_module()
         )
     trainer(tmp_path, max_epochs=1).fit(
-        second, datamodule=module(), ckpt_path=tmp_path / "on_exception.ckpt"
+        second, datamodule=data_module(), ckpt_path=tmp_path / "on_exception.ckpt"
     )
     trained = [*first.trained, *(numbers for _, numbers in second.seen)]
     assert [number for numbers in trained for number in numbers] == order(0)
@@ -176,9 +178,9 @@ def test_a_resume_works_before_and_after_steps_are_counted(tmp_path: Path, when:
     first, second = Model(), StepCountingModel(when)
     trainer(
         tmp_path, callbacks=[saving], enable_checkpointing=True, max_steps=3, max_epochs=-1
-    ).fit(first, datamodule=module())
+    ).fit(first, datamodule=data_module())
     trainer(tmp_path, max_epochs=1).fit(
-        second, datamodule=module(), ckpt_path=tmp_path / "last.ckpt"
+        second, datamodule=data_module(), ckpt_path=tmp_path / "last.ckpt"
     )
     assert seen_in(first, 0) + seen_in(second, 0) == order(0)
 
@@ -187,17 +189,17 @@ def test_a_checkpoint_that_changes_counted_steps_is_refused(tmp_path: Path) -> N
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
     trainer(
         tmp_path, callbacks=[saving], enable_checkpointing=True, max_steps=3, max_epochs=-1
-    ).fit(Model(), datamodule=module(batch_size=10))
+    ).fit(Model(), datamodule=data_module(batch_size=10))
     with pytest.raises(dlres.ConfigError, match="in configure_optimizers, not in setup"):
         trainer(tmp_path, max_epochs=1).fit(
-            StepCountingModel("setup"), datamodule=module(), ckpt_path=tmp_path / "last.ckpt"
+            StepCountingModel("setup"), datamodule=data_module(), ckpt_path=tmp_path / "last.ckpt"
         )
 
 
 def test_overfit_batches_gives_the_same_batches_in_every_epoch(tmp_path: Path) -> None:
     model = Model()
     with pytest.warns(UserWarning, match="overfit_batches"):
-        trainer(tmp_path, overfit_batches=2).fit(model, datamodule=module())
+        trainer(tmp_path, overfit_batches=2).fit(model, datamodule=data_module())
     assert seen_in(model, 0) == seen_in(model, 1) == list(range(16))
 
 
@@ -206,12 +208,12 @@ def test_a_resume_after_a_cut_epoch_starts_the_next(tmp_path: Path) -> None:
     first, second, whole = Model(), Model(), Model()
     cut = {"limit_train_batches": 3}
     trainer(tmp_path, callbacks=[saving], enable_checkpointing=True, **cut).fit(
-        first, datamodule=module()
+        first, datamodule=data_module()
     )
     trainer(tmp_path, max_epochs=4, **cut).fit(
-        second, datamodule=module(), ckpt_path=tmp_path / "last.ckpt"
+        second, datamodule=data_module(), ckpt_path=tmp_path / "last.ckpt"
     )
-    trainer(tmp_path, max_epochs=4, **cut).fit(whole, datamodule=module())
+    trainer(tmp_path, max_epochs=4, **cut).fit(whole, datamodule=data_module())
     assert first.seen + second.seen == whole.seen
     assert [seen_in(whole, epoch) for epoch in range(4)] == [order(e)[:24] for e in range(4)]
 
@@ -225,12 +227,12 @@ def test_cut_epochs_resume_after_any_step(
     saving = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
     whole = Model()
     trainer(tmp_path, callbacks=[saving], enable_checkpointing=True, **length, **cut).fit(
-        whole, datamodule=module()
+        whole, datamodule=data_module()
     )
     for step in (2, 3, 6):
         rest = Model()
         trainer(tmp_path, **length, **cut).fit(
-            rest, datamodule=module(), ckpt_path=tmp_path / f"step={step}.ckpt"
+            rest, datamodule=data_module(), ckpt_path=tmp_path / f"step={step}.ckpt"
         )
         assert whole.seen[step:] == rest.seen
 
@@ -258,13 +260,13 @@ def test_epochs_that_user_code_cuts_resume_after_any_step(tmp_path: Path) -> Non
     )
     whole = Skipping()
     trainer(tmp_path, max_epochs=3, callbacks=[steps, ends], enable_checkpointing=True).fit(
-        whole, datamodule=module()
+        whole, datamodule=data_module()
     )
     assert [seen_in(whole, epoch) for epoch in range(3)] == [order(e)[:24] for e in range(3)]
     for name, done in (("step=2", 2), ("end-epoch=0", 3), ("step=4", 4), ("end-epoch=1", 6)):
         rest = Skipping()
         trainer(tmp_path, max_epochs=3).fit(
-            rest, datamodule=module(), ckpt_path=tmp_path / f"{name}.ckpt"
+            rest, datamodule=data_module(), ckpt_path=tmp_path / f"{name}.ckpt"
         )
         assert rest.seen == whole.seen[done:], name
 
@@ -273,10 +275,12 @@ def test_a_rest_too_small_for_a_batch_is_dropped(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=5)
     trainer(
         tmp_path, callbacks=[saving], enable_checkpointing=True, max_steps=5, max_epochs=-1
-    ).fit(Model(), datamodule=module(drop_last=True))
+    ).fit(Model(), datamodule=data_module(drop_last=True))
     model = Model()
     trainer(tmp_path, max_epochs=3).fit(
-        model, datamodule=module(drop_last=True, batch_size=16), ckpt_path=tmp_path / "last.ckpt"
+        model,
+        datamodule=data_module(drop_last=True, batch_size=16),
+        ckpt_path=tmp_path / "last.ckpt",
     )
     # 10 samples are left of the first epoch.
     assert [seen_in(model, epoch) for epoch in range(3)] == [[], order(1)[:48], order(2)[:48]]
@@ -285,24 +289,28 @@ def test_a_rest_too_small_for_a_batch_is_dropped(tmp_path: Path) -> None:
 def test_an_existing_store_is_used_if_it_holds_the_data_set(tmp_path: Path) -> None:
     for _ in range(2):
         model = Model()
-        trainer(tmp_path).fit(model, datamodule=module(store=tmp_path / "kept"))
+        trainer(tmp_path).fit(model, datamodule=data_module(store=tmp_path / "kept"))
         assert seen_in(model, 1) == order(1)
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["train"]
     few = TensorDataset(torch.zeros(7, 4), torch.arange(7))
     with pytest.raises(dlres.ConfigError, match=r"the 7 samples of the data set .*got 50 samples"):
-        trainer(tmp_path).fit(Model(), datamodule=module(train=few, store=tmp_path / "kept"))
+        trainer(tmp_path).fit(Model(), datamodule=data_module(train=few, store=tmp_path / "kept"))
 
 
 def test_a_store_of_another_data_set_of_the_same_length_is_refused(tmp_path: Path) -> None:
-    trainer(tmp_path).fit(Model(), datamodule=module(store=tmp_path / "kept"))
+    trainer(tmp_path).fit(Model(), datamodule=data_module(store=tmp_path / "kept"))
     scaled = TensorDataset(2 * data_set().tensors[0], torch.arange(COUNT))
     with pytest.raises(
         dlres.ConfigError, match=r"must hold the data set, got other bytes for sample 0"
     ):
-        trainer(tmp_path).fit(Model(), datamodule=module(train=scaled, store=tmp_path / "kept"))
+        trainer(tmp_path).fit(
+            Model(), datamodule=data_module(train=scaled, store=tmp_path / "kept")
+        )
 
 
 class Augmented(TensorDataset):
+    """Data set with a random transform."""
+
     def __getitem__(self, index: int) -> Any:
         value, number = super().__getitem__(index)
         return value + torch.rand(4), number
@@ -311,12 +319,16 @@ class Augmented(TensorDataset):
 def test_random_transforms_that_a_store_freezes_cause_a_warning(tmp_path: Path) -> None:
     augmented = Augmented(*data_set().tensors)
     with pytest.warns(UserWarning, match="Augmented had other bytes .* into `decode`"):
-        trainer(tmp_path).fit(Model(), datamodule=module(train=augmented, store=tmp_path / "kept"))
+        trainer(tmp_path).fit(
+            Model(), datamodule=data_module(train=augmented, store=tmp_path / "kept")
+        )
     # The store is used again, although the items differ.
-    trainer(tmp_path).fit(Model(), datamodule=module(train=augmented, store=tmp_path / "kept"))
+    trainer(tmp_path).fit(Model(), datamodule=data_module(train=augmented, store=tmp_path / "kept"))
 
 
-class Lengths(Model):
+class LengthRecorder(Model):
+    """Model that gets samples without `decode`, and records their lengths."""
+
     def on_train_batch_start(self, batch: list[dlres.Sample], batch_idx: int) -> None:
         self.seen.append((self.current_epoch, [len(sample.data) for sample in batch]))
 
@@ -328,8 +340,8 @@ def test_a_step_may_get_the_samples_themselves(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     for size in range(10, 30):
         (tmp_path / "train" / str(size)).write_bytes(bytes(size))
-    model = Lengths()
-    trainer(tmp_path).fit(model, datamodule=module(train=tmp_path / "train"))
+    model = LengthRecorder()
+    trainer(tmp_path).fit(model, datamodule=data_module(train=tmp_path / "train"))
     assert seen_in(model, 1) == [10 + number for number in shuffled(20, 0, 1).tolist()]
 
 
@@ -344,7 +356,7 @@ def test_a_store_that_cannot_be_written_is_an_error_on_every_rank(
     with tempfile.TemporaryDirectory(prefix="dl") as runtime:
         options = {"train": Unreadable(torch.zeros(3, 4), torch.arange(3)), "temporary": runtime}
         writer, other = pool.run_expecting_errors(
-            fit_ddp, 2, str(tmp_path), runtime, options, timeout=60
+            fit_on_ranks, 2, str(tmp_path), runtime, options, timeout=60
         )
         assert "disk error" in writer.error_message
         assert "got an error on another rank" in other.error_message
@@ -354,14 +366,17 @@ def test_a_store_that_cannot_be_written_is_an_error_on_every_rank(
 def test_the_error_of_a_too_small_split_names_a_large_enough_capacity(tmp_path: Path) -> None:
     (tmp_path / "val").mkdir()
     (tmp_path / "val" / "large").write_bytes(bytes(1000))
-    data = module(train=None, val=tmp_path / "val", capacity=2000, storage="files")
+    data = data_module(train=None, val=tmp_path / "val", capacity=2000, storage="files")
     with pytest.raises(dlres.ConfigError, match=r"1/4 for this split.*Use capacity=8000"):
         trainer(tmp_path).validate(Model(), datamodule=data)
 
 
-def fit_ddp(context: RankContext, work: str, runtime: str, options: dict[str, Any]) -> Any:
-    import os
+def fit_on_ranks(context: RankContext, work: str, runtime: str, options: dict[str, Any]) -> Any:
+    """Train on the job's ranks; return what the model saw.
 
+    `options` are those of the Trainer, the data sets `train` and `val`, and the settings `batch`,
+    `resume` (a checkpoint) and `temporary` (a directory).
+    """
     os.environ["XDG_RUNTIME_DIR"] = runtime
     model = Model()
     saving = ModelCheckpoint(work, save_last=True, every_n_train_steps=1)
@@ -379,38 +394,45 @@ def fit_ddp(context: RankContext, work: str, runtime: str, options: dict[str, An
         enable_checkpointing=True,
         num_sanity_val_steps=0,
         **options,
-    ).fit(model, datamodule=module(batch_size=batch, tail="pad", **source), ckpt_path=resume)
+    ).fit(model, datamodule=data_module(batch_size=batch, tail="pad", **source), ckpt_path=resume)
     return (model.seen, model.validated) if "val" in source else model.seen
 
 
 def test_ranks_share_an_epoch_and_other_ranks_resume_it(pool: RankPool, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="dl") as runtime:
         first = pool.run(
-            fit_ddp, 2, str(tmp_path), runtime, {"max_steps": 3, "max_epochs": -1}, timeout=100
+            fit_on_ranks, 2, str(tmp_path), runtime, {"max_steps": 3, "max_epochs": -1}, timeout=100
         )
         assert [len(numbers) for _, numbers in first[0]] == [4, 4, 4]
-        trained = [n for seen in first for _, numbers in seen for n in numbers]
+        trained = [sample_id for seen in first for sample_id in ids_in(seen, 0)]
         assert sorted(trained) == sorted(order(0)[:24])
         resume = str(tmp_path / "last.ckpt")
         second = pool.run(
-            fit_ddp, 3, str(tmp_path), runtime, {"max_epochs": 3, "resume": resume}, timeout=100
+            fit_on_ranks,
+            3,
+            str(tmp_path),
+            runtime,
+            {"max_epochs": 3, "resume": resume},
+            timeout=100,
         )
-        rest = [n for seen in second for epoch, numbers in seen if epoch == 0 for n in numbers]
+        rest = [sample_id for seen in second for sample_id in ids_in(seen, 0)]
         # 26 samples are left: three ranks pad them to 27 with the epoch's first.
         assert sorted(rest) == sorted([*order(0)[24:], order(0)[0]])
         for epoch in (1, 2):
-            found = [n for seen in second for at, ns in seen if at == epoch for n in ns]
-            assert sorted(found) == sorted([*order(epoch), order(epoch)[0]])
+            trained = [sample_id for seen in second for sample_id in ids_in(seen, epoch)]
+            assert sorted(trained) == sorted([*order(epoch), order(epoch)[0]])
 
 
 def test_a_pipeline_reads_each_batch_once_for_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="dl") as runtime:
         sets = [Subset(data_set(), [3, 1]), Subset(data_set(), range(12))]
         options = {"strategy": "dlres_hetero_pipe", "max_epochs": 2, "batch": 10, "val": sets}
-        for seen, validated in pool.run(fit_ddp, 2, str(tmp_path), runtime, options, timeout=100):
+        for seen, validated in pool.run(
+            fit_on_ranks, 2, str(tmp_path), runtime, options, timeout=100
+        ):
             assert validated == [3, 1, *range(12)] * 2
             for epoch in range(2):
-                assert [n for at, ns in seen if at == epoch for n in ns] == order(epoch)
+                assert ids_in(seen, epoch) == order(epoch)
 
 
 class Notes(Logger):
@@ -432,7 +454,7 @@ class Notes(Logger):
 def test_loggers_get_the_metrics(tmp_path: Path) -> None:
     notes = Notes()
     trainer(tmp_path, logger=notes, log_every_n_steps=2, max_epochs=3).fit(
-        Model(), datamodule=module()
+        Model(), datamodule=data_module()
     )
     logged = {name: value for entry in notes.metrics for name, value in entry.items()}
     for name in ("hit_rate", "requests_per_sample", "bytes_per_sample", "stall_ms", "cache_bytes"):
@@ -444,9 +466,9 @@ def test_a_missing_split_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(dlres.ConfigError, match=", got None"):
         trainer(tmp_path).fit(Model(), datamodule=dlres.PrefetchCacheDataModule())
     with pytest.raises(dlres.ConfigError, match="Nothing is there"):
-        trainer(tmp_path).fit(Model(), datamodule=module(train=str(tmp_path / "nothing")))
+        trainer(tmp_path).fit(Model(), datamodule=data_module(train=str(tmp_path / "nothing")))
     with pytest.raises(dlres.ConfigError, match="must be attached"):
-        module().train_dataloader()
+        data_module().train_dataloader()
 
 
 class Stream(IterableDataset[int]):
@@ -456,18 +478,18 @@ class Stream(IterableDataset[int]):
 
 def test_an_iterable_data_set_is_refused_when_it_is_set_late() -> None:
     with pytest.raises(dlres.ConfigError, match="IterableDataset Stream"):
-        module().use("test", Stream())
+        data_module().use("test", Stream())
 
 
 def test_the_tuner_scales_the_batch_size(tmp_path: Path) -> None:
-    model, data = Model(), module(batch_size=2)
-    fitting = trainer(tmp_path)
-    Tuner(fitting).scale_batch_size(
+    model, data = Model(), data_module(batch_size=2)
+    tuned_trainer = trainer(tmp_path)
+    Tuner(tuned_trainer).scale_batch_size(
         model, datamodule=data, mode="power", init_val=1, max_trials=4, steps_per_trial=1
     )
     assert data.batch_size == 8
     model.seen.clear()
-    fitting.fit(model, datamodule=data)
+    tuned_trainer.fit(model, datamodule=data)
     assert seen_in(model, 0) == order(0)
     assert max(len(numbers) for _, numbers in model.seen) == 8
     with pytest.raises(dlres.ConfigError, match="batch"):
@@ -532,4 +554,4 @@ def test_batches_are_pinned_if_there_is_a_gpu(
 )
 def test_arguments_out_of_range_are_refused_at_once(options: dict[str, Any], words: str) -> None:
     with pytest.raises(dlres.ConfigError, match=words):
-        module(**options)
+        data_module(**options)

@@ -23,15 +23,15 @@ class Loader:
 
 def logged(loaders: list[Loader]) -> list[dict[str, float]]:
     """Return the figures that one batch of each loader logs."""
-    found: list[dict[str, float]] = []
-    logger = SimpleNamespace(log_metrics=lambda figures, step: found.append(figures))
+    records: list[dict[str, float]] = []
+    logger = SimpleNamespace(log_metrics=lambda figures, step: records.append(figures))
     trainer: Any = SimpleNamespace(
         log_every_n_steps=1, loggers=[logger], is_global_zero=True, global_step=0
     )
     log = MetricsLog()
     for loader in loaders:
         log.count_batch(trainer, loader)  # type: ignore[arg-type]
-    return found
+    return records
 
 
 def test_a_new_loader_and_a_new_cache_count_from_zero() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import TensorDataset
@@ -25,6 +24,7 @@ from lightning_dlres.datamodules.stores import (
     temporary_directory,
     write_store,
 )
+from tests.support.quiet import trainer
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def left_behind(job: str) -> Path:
+def make_abandoned_store(job: str) -> Path:
     """Make the store of a killed process: the lock is free, but its file is still there."""
     directory = temporary_directory(job)
     directory.mkdir()
@@ -45,7 +45,7 @@ def test_the_next_process_removes_the_store_of_a_killed_one(tmp_path: Path) -> N
     remove_living = own_temporary_directory(temporary_directory("living"))
     living = temporary_directory("living")
     (living / "data").write_bytes(b"x")
-    dead, base = left_behind("dead"), living.parent
+    dead, base = make_abandoned_store("dead"), living.parent
     # Links in the store, or in place of a store, are not followed.
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -72,6 +72,7 @@ def test_a_writer_of_a_lasting_store_removes_what_killed_writers_left_unfinished
     tmp_path: Path,
 ) -> None:
     base = tmp_path / "stores"
+    # A user's own files, which look like a directory and its lock.
     (base / "poetry").mkdir(parents=True)
     (base / "poetry.lock").touch()
     samples = TensorDataset(torch.arange(8.0))
@@ -89,6 +90,7 @@ def test_a_writer_of_a_lasting_store_removes_what_killed_writers_left_unfinished
             write_store(strategy, samples, base / "train", is_writer=True)
     assert {path.name for path in base.iterdir()} == {"poetry", "poetry.lock"}
     (lock,) = unfinished
+    # The name of an unfinished store ends with eight random characters.
     dead, living = lock.with_suffix(""), lock.with_name(lock.stem[:-8] + "00000000")
     lock.touch()
     for directory in (dead, living):
@@ -125,8 +127,8 @@ def test_a_directory_that_others_may_enter_is_refused() -> None:
         temporary_directory("job")
 
 
-def test_a_run_removes_its_own_store_and_abandoned_ones() -> None:
-    dead = left_behind("dead")
+def test_a_run_removes_its_own_store_and_abandoned_ones(tmp_path: Path) -> None:
+    dead = make_abandoned_store("dead")
     data = dlres.PrefetchCacheDataModule(train=TensorDataset(torch.zeros(8, 32)), batch_size=4)
     during: list[list[str]] = []
 
@@ -135,14 +137,6 @@ def test_a_run_removes_its_own_store_and_abandoned_ones() -> None:
             during.append([path.suffix for path in sorted(dead.parent.iterdir())])
             return self.layer(batch[0]).sum()
 
-    Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(Model(), datamodule=data)
+    trainer(tmp_path, max_epochs=1).fit(Model(), datamodule=data)
     assert during == [["", ".lock"]] * 2
     assert list(dead.parent.iterdir()) == []

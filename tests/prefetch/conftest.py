@@ -29,13 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_runtime_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch) -> Path:  # type: ignore[no-untyped-def]
-    """Directory for the sockets and locks of this test. Its path is short enough for a socket."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="dl") as short:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
-        yield Path(short)
+def _runtime_directory(own_runtime_directory: Path) -> None:
+    pass
 
 
 @pytest.fixture(scope="session")

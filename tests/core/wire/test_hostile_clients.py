@@ -32,12 +32,6 @@ SECONDS = 20.0
 SMALL = SocketLimits(message_bytes=1 << 16, unread_bytes=1 << 20, connections=8, queued=100)
 
 
-@pytest.fixture
-def stack():  # type: ignore[no-untyped-def]
-    with ExitStack() as opened:
-        yield opened
-
-
 def serve(stack: ExitStack, limits: SocketLimits = SMALL, **options: object) -> Server:
     return stack.enter_context(closing(Server(limits=limits, **options)))  # type: ignore[arg-type]
 

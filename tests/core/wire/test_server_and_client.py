@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,6 @@ SILENCE = 0.3
 
 class Greeting(msgspec.Struct):
     text: str
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
 
 
 def serve(stack: ExitStack, **options: object) -> Server:

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -47,12 +46,6 @@ from tests.support.waiting import wait_until
 SIZES = np.array([len(bytes_of(number)) for number in range(SAMPLES)], np.int64)
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
-
-
 def checked_id(sample: Sample) -> int:
     assert bytes(sample.data) == bytes_of(sample.sample_id)
     assert sample.key == f"part{sample.sample_id // 50}/sample {sample.sample_id:03d}.bin"
@@ -73,6 +66,7 @@ def open_loader(
     """
     loader_options = (
         "batch_size",
+        "epochs",
         "shuffle",
         "seed",
         "tail",
@@ -339,6 +333,7 @@ def test_workers_end_after_their_parent_was_killed(
     assert len(pids) == 3
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    # A process that has ended holds no files, even while it is still a zombie.
     wait_until(
         lambda: not any(Path(f"/proc/{pid}/fd/0").exists() for pid in pids),
         "the cache and the workers have ended",
@@ -558,8 +553,8 @@ def test_pinned_samples_are_fetched_once(stack: ExitStack, folder: Path, tmp_pat
             pinned=10_000,
             pinned_directory=directory,
             seed=3,
+            epochs=3,
         )
-        batches._epochs = 3
         for _ in range(3):
             for batch in batches:
                 del batch

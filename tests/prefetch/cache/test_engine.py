@@ -1,7 +1,7 @@
 """Engine of the cache against a storage in memory.
 
 Every sample of an epoch comes once, in order and with its bytes, whatever the sizes, the capacity
-and the order of replies. The counts equal those of the model.
+and the order of replies. Without look-ahead, the counts equal those of a slow model of the cache.
 """
 
 from __future__ import annotations
@@ -145,13 +145,20 @@ def test_every_sample_comes_once_in_order_with_its_bytes(data: st.DataObject) ->
 # There is room, but it is not contiguous.
 @example([1, 1, 1, 1, 1, 3, 1, 1, 1, 1, 1, 1], 1 / 25, 1, 2, 5, 1.0)
 @settings(max_examples=examples(150))
-def test_counts_without_lookahead_equal_the_model(
+def test_counts_without_lookahead_equal_the_predicted_ones(
     sizes: list[int], spare: float, nodes: int, prefetch: int, batch: int, threshold: float
 ) -> None:
     sizes = np.array(sizes, np.int64)
     # From the largest sample alone to more than all samples.
     capacity = int(sizes.max()) + round(spare * (2 * int(sizes.sum()) - int(sizes.max())))
-    harness = EngineHarness(sizes, nodes, capacity, prefetch, 0, threshold)
+    harness = EngineHarness(
+        sizes,
+        nodes=nodes,
+        capacity=capacity,
+        prefetch=prefetch,
+        lookahead=0,
+        threshold=threshold,
+    )
     run_epoch(harness, 0, batch=batch, ahead=1, held=0)
     expected = predict(
         shuffled(len(sizes), 3, 0),
@@ -188,7 +195,7 @@ def test_prefetches_are_full_if_there_is_room() -> None:
 
 def test_pinned_samples_are_not_fetched_again() -> None:
     sizes = np.full(100, 10, np.int64)
-    harness = EngineHarness(sizes, 2, 400, 8, None, pinned=305)
+    harness = EngineHarness(sizes, nodes=2, capacity=400, prefetch=8, lookahead=None, pinned=305)
     for epoch in range(2):
         run_epoch(harness, epoch, batch=5, ahead=2, held=1)
     pinned = set(shuffled(100, 3, 0)[:30].tolist())
@@ -200,7 +207,7 @@ def test_pinned_samples_are_not_fetched_again() -> None:
 
 def test_an_epoch_can_be_aborted_while_samples_are_in_use_and_in_flight() -> None:
     sizes = np.full(60, 10, np.int64)
-    harness = EngineHarness(sizes, 3, 200, 4, None)
+    harness = EngineHarness(sizes, nodes=3, capacity=200, prefetch=4, lookahead=None)
     harness.engine.begin_epoch(0, index_of(harness, 0), lambda _: None)
     harness.engine.request_batch("a", 0, 0, slots(0, 4))
     (reply,) = answer_until_delivered(harness)
@@ -224,7 +231,7 @@ def test_an_epoch_can_be_aborted_while_samples_are_in_use_and_in_flight() -> Non
 
 def test_a_forgotten_client_holds_nothing() -> None:
     sizes = np.full(60, 10, np.int64)
-    harness = EngineHarness(sizes, 3, 200, 4, None)
+    harness = EngineHarness(sizes, nodes=3, capacity=200, prefetch=4, lookahead=None)
     harness.engine.begin_epoch(0, index_of(harness, 0), lambda _: None)
     harness.engine.request_batch("a", 0, 0, slots(0, 4))
     harness.engine.request_batch("a", 1, 0, slots(4, 8))
@@ -236,7 +243,9 @@ def test_a_forgotten_client_holds_nothing() -> None:
 
 
 def test_wrong_batch_requests_and_arguments_are_refused() -> None:
-    harness = EngineHarness(np.full(10, 10, np.int64), 1, 100, 4, None)
+    harness = EngineHarness(
+        np.full(10, 10, np.int64), nodes=1, capacity=100, prefetch=4, lookahead=None
+    )
     with pytest.raises(ConfigError, match=r"epoch_id must be one of the open epochs, .* got 0"):
         harness.engine.request_batch("a", 0, 0, slots(0, 2))
     harness.engine.begin_epoch(0, index_of(harness, 0), lambda _: None)

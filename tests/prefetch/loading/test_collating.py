@@ -33,7 +33,7 @@ def tensor(*shape: int, dtype: Any = torch.float32) -> torch.Tensor:
         [torch.nn.Parameter(tensor(2)), torch.nn.Parameter(tensor(2))],
         [(tensor(2), 1, "a"), (tensor(2), 2, "b")],
         [[tensor(2), 1.5], [tensor(2), 2.5]],
-        [{"a": tensor(2), "b": (1, None.__class__.__name__)}, {"b": (2, "x"), "a": tensor(2)}],
+        [{"a": tensor(2), "b": (1, "y")}, {"b": (2, "x"), "a": tensor(2)}],
         [Pair(tensor(1), 2), Pair(tensor(1), 3)],
         [np.arange(3), np.arange(3)],
         [1, 2, 3],
@@ -62,6 +62,7 @@ def test_batches_equal_those_of_torch(items: list[Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bool, torch.float16])
 def test_large_batches_reuse_the_memory_of_freed_batches(dtype: torch.dtype) -> None:
     collate = Collator()
+    # A batch of four items is large enough for reuse, even with one byte per element.
     count = _MIN_REUSED_BYTES // 4
 
     def batch(value: int) -> Any:
@@ -71,15 +72,15 @@ def test_large_batches_reuse_the_memory_of_freed_batches(dtype: torch.dtype) -> 
     first = batch(1)
     # A view keeps the memory of the batch.
     view = first[1:, :1].numpy()
-    place = first.data_ptr()
+    address = first.data_ptr()
     del first
     second = batch(0)
-    assert second.data_ptr() != place
+    assert second.data_ptr() != address
     assert view.all()
     assert torch.equal(second, torch.zeros(4, 2, count // 2, dtype=dtype))
     del view
     third = batch(1)
-    assert third.data_ptr() == place
+    assert third.data_ptr() == address
     assert third.is_contiguous()
     assert third.all()
     assert not second.any()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -28,23 +27,24 @@ from lightning_dlres.prefetch.storage.writer import put
 from tests.support.sample_files import SAMPLES, bytes_of, pack_of
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
-
-
 def facts(sample: Sample) -> tuple[str, int, bytes, int]:
+    """Return key, sample_id, bytes and seed of a sample."""
     return sample.key, sample.sample_id, bytes(sample.data), sample.seed
 
 
-def direct(
-    stack: ExitStack, source: Path, ranks: Ranks | None = None, cache: Any = (), **options: Any
+def open_direct(
+    stack: ExitStack,
+    source: Path,
+    ranks: Ranks | None = None,
+    host_options: dict[str, Any] | None = None,
+    **options: Any,
 ) -> PrefetchLoader:
-    config = host_config(source, **dict(cache))
+    """Open a loader without a cache; `stack` closes it. `options` are those of the loader."""
+    config = host_config(source, **(host_options or {}))
     assert config.source.storage == "direct"
-    rest = {"batch_size": 7, "decode": facts, "collate": list, "tail": "uneven", **options}
-    return stack.enter_context(closing(PrefetchLoader("none", config, ranks=ranks, **rest)))
+    defaults = {"batch_size": 7, "decode": facts, "collate": list, "tail": "uneven"}
+    loader = PrefetchLoader("none", config, ranks=ranks, **{**defaults, **options})
+    return stack.enter_context(closing(loader))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_samples_come_in_order_with_key_bytes_and_seed(
 ) -> None:
     if packed:
         put(folder, tmp_path / "store", packs=3)
-    batches = direct(stack, tmp_path / "store" if packed else folder, seed=5, **workers)
+    batches = open_direct(stack, tmp_path / "store" if packed else folder, seed=5, **workers)
     for epoch in range(2):
-        found = [fact for batch in batches for fact in batch]
+        delivered = [sample_facts for batch in batches for sample_facts in batch]
         seed = splitmix64(splitmix64(5) + epoch)
-        assert found == [
+        assert delivered == [
             (f"part{n // 50}/sample {n:03d}.bin", n, bytes_of(n), splitmix64(seed + n))
             for n in shuffled(SAMPLES, 5, epoch).tolist()
         ]
@@ -98,11 +98,11 @@ def test_samples_come_in_order_with_key_bytes_and_seed(
 def test_ranks_get_their_samples_and_another_loader_resumes(stack: ExitStack, folder: Path) -> None:
     order = shuffled(SAMPLES, 0, 0).tolist()
     for rank in range(2):
-        batches = direct(stack, folder, Ranks(rank, 2, (0, 1)), batch_size=4)
+        batches = open_direct(stack, folder, Ranks(rank, 2, (0, 1)), batch_size=4)
         iterator = iter(batches)
         first = [number for _ in range(3) for _, number, _, _ in next(iterator)]
         assert first == order[rank:24:2]
-        other = direct(stack, folder)
+        other = open_direct(stack, folder)
         other.load_state_dict(batches.state_dict())
         assert [number for batch in other for _, number, _, _ in batch] == order[24:]
 
@@ -111,7 +111,7 @@ def test_ranks_get_their_samples_and_another_loader_resumes(stack: ExitStack, fo
 def test_a_state_amid_an_epoch_of_another_order_is_refused(
     stack: ExitStack, folder: Path, shuffle: bool
 ) -> None:
-    batches, other = (direct(stack, folder, shuffle=value) for value in (shuffle, not shuffle))
+    batches, other = (open_direct(stack, folder, shuffle=value) for value in (shuffle, not shuffle))
     iterator = iter(batches)
     next(iterator)
     with pytest.raises(ConfigError, match=f"shuffle must be {shuffle}.* got {not shuffle}"):
@@ -125,7 +125,7 @@ def test_a_state_amid_an_epoch_of_another_order_is_refused(
 def test_held_samples_keep_their_bytes_while_others_are_read(
     stack: ExitStack, folder: Path
 ) -> None:
-    batches = direct(stack, folder, decode=lambda sample: (sample, sample.tensor()))
+    batches = open_direct(stack, folder, decode=lambda sample: (sample, sample.tensor()))
     held = [pair for batch in batches for pair in batch]
     for sample, tensor in held:
         assert bytes(sample.data) == tensor.numpy().tobytes() == bytes_of(sample.sample_id)
@@ -148,7 +148,7 @@ def test_the_error_names_a_file_that_has_changed(
     for name in "abc":
         (tmp_path / name).write_bytes(b"12345")
     workers = 1 if kind == "process" else 0
-    batches = direct(stack, tmp_path, num_workers=workers, worker_type=kind)
+    batches = open_direct(stack, tmp_path, num_workers=workers, worker_type=kind)
     assert len(batches) == 1
     change(tmp_path / "b")
     with pytest.raises(StorageError, match=rf"sample 'b' \(sample_id 1\): .*{words}"):
@@ -161,7 +161,7 @@ def test_the_error_names_a_damaged_sample(stack: ExitStack, folder: Path, tmp_pa
     data = bytearray(pack.read_bytes())
     data[0] ^= 1
     pack.write_bytes(data)
-    batches = direct(stack, tmp_path, cache={"timeout": 0.1})
+    batches = open_direct(stack, tmp_path, host_options={"timeout": 0.1})
     with pytest.raises(StorageError, match=r"'part0/sample 001.bin' \(sample_id 1\) is damaged"):
         list(batches)
 
@@ -186,7 +186,7 @@ def test_a_read_that_hangs_is_an_error(
 ) -> None:
     released = threading.Event()
     stack.callback(released.set)
-    batches = direct(stack, folder, cache={"timeout": 0.1})
+    batches = open_direct(stack, folder, host_options={"timeout": 0.1})
     client = batches.client
     assert isinstance(client, DirectClient)
     monkeypatch.setattr(client.reader, "read_joined", lambda numbers: released.wait(60))
@@ -202,7 +202,9 @@ def test_a_read_that_hangs_in_a_worker_process_is_an_error(
         (tmp_path / name).write_bytes(b"12345")
     # Only forked workers inherit this. Workers that are started anew wait for the default.
     monkeypatch.setattr(file_storage, "GRACE_SECONDS", 0.05)
-    batches = direct(stack, tmp_path, num_workers=1, worker_type="process", cache={"timeout": 0.1})
+    batches = open_direct(
+        stack, tmp_path, num_workers=1, worker_type="process", host_options={"timeout": 0.1}
+    )
     assert len(batches) == 1
     (tmp_path / "b").unlink()
     # Opening a pipe waits for a writer.
@@ -212,7 +214,7 @@ def test_a_read_that_hangs_in_a_worker_process_is_an_error(
 
 
 def test_batches_are_read_ahead_only_within_the_budget(stack: ExitStack, folder: Path) -> None:
-    batches = direct(stack, folder, cache={"lookahead": 1}, num_workers=3)
+    batches = open_direct(stack, folder, host_options={"lookahead": 1}, num_workers=3)
     next(iter(batches))
     client = batches.client
     # A batch that is larger than the budget is read, but none beside it.
@@ -238,7 +240,7 @@ def test_buffers_are_reused_once_nothing_looks_at_them() -> None:
     del tensor
     addresses = {buffer.ctypes.data for buffer in [buffers.get(90), buffers.get(90)]}
     assert address in addresses
-    # A much larger buffer is not used for it.
+    # A small request does not take a much larger free buffer.
     assert len(buffers.get(3)) == 3
 
 

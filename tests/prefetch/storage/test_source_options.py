@@ -150,4 +150,7 @@ def test_extensions_select_the_samples() -> None:
         "b.bin",
         "c.bin",
     ]
+
+
+def test_a_bad_option_of_the_command_is_refused() -> None:
     assert main(["store", "ls", "data", "--storage-options", "x"]) == 2

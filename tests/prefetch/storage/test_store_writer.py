@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -55,14 +56,14 @@ def fail_fsync(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -
 
 
 @pytest.mark.parametrize("at", range(SYNCS))
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("error_number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_leaves_a_whole_store(
-    at: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: int, error_number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(OLD, tmp_path, packs=3)
     before = names(tmp_path)
     with monkeypatch.context() as patched:
-        fail_fsync(patched, at, OSError(number, os.strerror(number)))
+        fail_fsync(patched, at, OSError(error_number, os.strerror(error_number)))
         with pytest.raises(ConfigError, match=r"cannot be written: .*Free some space there"):
             put(NEW, tmp_path, packs=2, overwrite=True)
     if at == SYNCS - 1:
@@ -83,18 +84,18 @@ def test_a_disk_without_space_for_samples_leaves_no_file(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = tmp_path / "store"
-    opened, real = [], Path.open
+    files, real_open = [], Path.open
 
-    def full(path: Path, mode: str) -> BinaryIO:
-        real(path, mode).close()
-        opened.append(real(Path("/dev/full"), "wb"))
-        return opened[-1]  # type: ignore[return-value]
+    def open_full_device(path: Path, mode: str) -> BinaryIO:
+        real_open(path, mode).close()
+        files.append(real_open(Path("/dev/full"), "wb"))
+        return files[-1]  # type: ignore[return-value]
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", full)
+        patched.setattr(Path, "open", open_full_device)
         with pytest.raises(ConfigError, match="No space left on device"):
             put([b"x" * size] * 3, store)
-    assert opened[0].closed
+    assert files[0].closed
     assert names(store) == set()
 
 
@@ -157,13 +158,13 @@ def test_a_store_can_be_written_on_a_file_system_without_locks(
 def test_a_reader_never_mixes_a_replaced_store_with_the_new_one(tmp_path: Path) -> None:
     put(OLD, tmp_path)
     early, late = open_reader(tmp_path), open_reader(tmp_path)
-    every = np.arange(3, dtype=np.uint32)
-    early.read(every)
+    all_ids = np.arange(3, dtype=np.uint32)
+    early.read(all_ids)
     put([b"ONE", b"TWO", b"THREE"], tmp_path, overwrite=True)
     # An open file can be read until it is closed.
-    assert early.read(every) == OLD
+    assert early.read(all_ids) == OLD
     with pytest.raises(StorageError, match="Check that the file is there"):
-        late.read(every)
+        late.read(all_ids)
 
 
 @pytest.mark.parametrize(
@@ -186,15 +187,15 @@ def test_bad_packs_and_directories_are_refused(
 def test_put_with_more_packs_than_files_may_be_open_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, count = Path.open, iter(range(9))
+    real_open, calls = Path.open, itertools.count()
 
-    def few(path: Path, mode: str) -> Any:
-        if next(count) == 3:
+    def fail_fourth_open(path: Path, mode: str) -> Any:
+        if next(calls) == 3:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return real(path, mode)
+        return real_open(path, mode)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", few)
+        patched.setattr(Path, "open", fail_fourth_open)
         with pytest.raises(ConfigError, match="Pass fewer packs"):
             put(OLD, tmp_path, packs=5)
     assert names(tmp_path) == set()
@@ -207,35 +208,35 @@ def test_a_store_of_more_packs_than_files_may_be_open_is_read(
     put(samples, tmp_path, packs=40)
     monkeypatch.setattr(readers, "_MAX_OPEN", 5)
     reader = open_reader(tmp_path)
-    open_files, opened, closed = set(), os.open, os.close
+    open_files, real_open, real_close = set(), os.open, os.close
 
     def limited_open(path: Any, *arguments: Any, **options: Any) -> int:
         if not str(path).startswith(str(tmp_path)):
-            return opened(path, *arguments, **options)
+            return real_open(path, *arguments, **options)
         if len(open_files) == 5 + readers._MAX_TEMPORARY:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        descriptor = opened(path, *arguments, **options)
+        descriptor = real_open(path, *arguments, **options)
         open_files.add(descriptor)
         return descriptor
 
     def counted_close(descriptor: int) -> None:
         # Once it is closed, another thread may open a file of the same number.
         open_files.discard(descriptor)
-        closed(descriptor)
+        real_close(descriptor)
 
     monkeypatch.setattr(os, "open", limited_open)
     monkeypatch.setattr(os, "close", counted_close)
-    every = np.arange(len(samples), dtype=np.uint32)
+    all_ids = np.arange(len(samples), dtype=np.uint32)
     for first in range(0, len(samples), 7):
-        sample_ids = every[first : first + 7]
+        sample_ids = all_ids[first : first + 7]
         assert reader.read_joined(sample_ids).tobytes() == b"".join(samples[first : first + 7])
-    assert reader.read_joined(every).tobytes() == b"".join(samples)
-    assert reader.read(every) == samples
+    assert reader.read_joined(all_ids).tobytes() == b"".join(samples)
+    assert reader.read(all_ids) == samples
     assert len(open_files) == 5
-    # The limit of open files is an error at once, and it names the limit.
+    # At the limit of open files, a read fails at once, and the error names the limit.
     open_files.update(range(-readers._MAX_TEMPORARY, 0))
     with pytest.raises(StorageError, match=r"sample '039'.*ulimit -n"):
-        read_in_time(reader, every[39:40], 1e6, threading.Event())
+        read_in_time(reader, all_ids[39:40], 1e6, threading.Event())
     monkeypatch.undo()
 
 

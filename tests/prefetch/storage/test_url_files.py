@@ -152,7 +152,7 @@ def test_calls_of_an_unsafe_file_system_are_serialized(
 
 
 class Counting(AsyncFileSystem):  # type: ignore[misc]
-    """Web server that records the largest number of requests at once."""
+    """File system of a web server that records the largest number of requests at once."""
 
     protocol = "http"
     cachable = False
@@ -209,7 +209,7 @@ def test_markers_of_folders_are_no_samples(
 
 
 @pytest.mark.parametrize(
-    ("now", "words"),
+    ("new_content", "words"),
     [
         (b"1234567", "got more than the 5 bytes"),
         (b"123", "got 3 bytes of the 5 bytes"),
@@ -217,16 +217,16 @@ def test_markers_of_folders_are_no_samples(
     ],
 )
 def test_an_object_that_changes_is_an_error_with_its_name(
-    now: bytes | None, words: str, memory: tuple[MemoryFileSystem, str]
+    new_content: bytes | None, words: str, memory: tuple[MemoryFileSystem, str]
 ) -> None:
     system, root = memory
     for name in "abc":
         system.pipe(f"{root}/{name}", b"12345")
     reader = open_reader(f"memory:/{root}")
-    if now is None:
+    if new_content is None:
         system.rm(f"{root}/b")
     else:
-        system.pipe(f"{root}/b", now)
+        system.pipe(f"{root}/b", new_content)
     with pytest.raises(StorageError, match=rf"sample 'b' \(sample_id 1\): .*{words}"):
         reader.read(np.arange(3, dtype=np.uint32))
 
@@ -267,8 +267,8 @@ def test_folders_and_listings_may_have_odd_names(tmp_path: Path) -> None:
         listing.write_bytes((mark + "".join(f"{n}\tfiles/{n}\n" for n in ODD_NAMES[:-1])).encode())
         reader = open_reader(listing)
         assert keys(reader) == ODD_NAMES[:-1]
-        every = np.arange(len(ODD_NAMES) - 1, dtype=np.uint32)
-        assert reader.read(every) == [name.encode() for name in ODD_NAMES[:-1]]
+        all_ids = np.arange(len(ODD_NAMES) - 1, dtype=np.uint32)
+        assert reader.read(all_ids) == [name.encode() for name in ODD_NAMES[:-1]]
 
 
 def test_a_listing_written_on_windows_is_read(tmp_path: Path) -> None:
