@@ -17,8 +17,13 @@ from lightning_dlres.core.trace import Span, Tracer
 HOUR_NS = 3_600_000_000_000
 
 
-class Threads:
-    """Ranks as threads; a broadcast writes to and reads from one slot, and takes no time."""
+class RankThreads:
+    """Ranks as threads; a broadcast writes to and reads from one slot, and takes no time.
+
+    Args:
+        count: Number of ranks.
+        clocks: Identifier of each rank's clock, and its nanoseconds ahead of rank 0's clock.
+    """
 
     def __init__(self, count: int, clocks: list[tuple[str, int]]) -> None:
         self.count, self.clocks = count, clocks
@@ -53,15 +58,15 @@ class Threads:
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+def threads(monkeypatch: pytest.MonkeyPatch) -> RankThreads:
     """Three ranks on two hosts, with clocks an hour apart."""
-    ranks = Threads(3, [("here", 0), ("there", HOUR_NS), ("there", HOUR_NS)])
+    ranks = RankThreads(3, [("here", 0), ("there", HOUR_NS), ("there", HOUR_NS)])
     monkeypatch.setattr(gathering.time, "perf_counter_ns", ranks.perf_counter_ns)
     monkeypatch.setattr(gathering, "_clock", lambda: ranks.clocks[ranks.local.rank][0])
     return ranks
 
 
-def test_spans_of_another_host_are_shifted_to_the_clock_of_rank_zero(threads: Threads) -> None:
+def test_spans_of_another_host_are_shifted_to_the_clock_of_rank_zero(threads: RankThreads) -> None:
     def work(rank: int) -> GatheredSpans:
         start = threads.clocks[rank][1] + 5000
         own_spans = [Span("forward", "compute", start, start + 70, "main", {"stage": rank})]
@@ -72,6 +77,7 @@ def test_spans_of_another_host_are_shifted_to_the_clock_of_rank_zero(threads: Th
     for rank, (span,) in gathered.spans.items():
         assert span.args == {"stage": rank}
         assert span.end_ns - span.start_ns == 70
+        # Each clock advances only when it is read, so the clocks drift apart by some microseconds.
         assert abs(span.start_ns - 5000) <= gathered.clock_error * 1e9 + 10_000
     assert 0 < gathered.clock_error < 1e-4
 
@@ -79,7 +85,7 @@ def test_spans_of_another_host_are_shifted_to_the_clock_of_rank_zero(threads: Th
 def test_one_host_has_one_clock_and_only_text_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    threads = Threads(2, [("here", 0), ("here", 0)])
+    threads = RankThreads(2, [("here", 0), ("here", 0)])
     span = Span("step", "step", 1, 2, "main", {"batch": 3, "x": None, "y": 0.5, "z": True})
     everywhere = threads.run(lambda rank: gather(threads.broadcast, rank, 2, [span]))
     assert all(spans == GatheredSpans({0: [span], 1: [span]}, 0.0) for spans in everywhere)
@@ -108,25 +114,25 @@ def batches(spans: list[Span]) -> list[Any]:
 
 
 def test_the_last_steps_are_kept() -> None:
-    spans = last_steps(tracer_with(50), 0)
+    spans = last_steps(tracer_with(50), since_ns=0)
     assert batches(spans) == list(range(30, 50))
     assert len(spans) == 60
-    assert batches(last_steps(tracer_with(50), 4700)) == [47, 48, 49]
+    assert batches(last_steps(tracer_with(50), since_ns=4700)) == [47, 48, 49]
 
 
 def test_fewer_steps_are_kept_if_they_have_many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "MAX_SPANS", 10)
-    assert batches(last_steps(tracer_with(50), 0)) == [47, 48, 49]
-    assert len(last_steps(tracer_with(1, inside=30), 0)) == 10
+    assert batches(last_steps(tracer_with(50), since_ns=0)) == [47, 48, 49]
+    assert len(last_steps(tracer_with(1, inside=30), since_ns=0)) == 10
 
 
 def test_a_step_that_lost_its_first_spans_is_left_out() -> None:
     # The ring buffer holds the end of step 2, and steps 3 and 4.
-    assert batches(last_steps(tracer_with(5, capacity=7), 0)) == [3, 4]
+    assert batches(last_steps(tracer_with(5, capacity=7), since_ns=0)) == [3, 4]
 
 
 def test_spans_without_steps_are_kept_for_the_trace() -> None:
     tracer = Tracer()
     tracer.add("pull", "transfer", 5, 6)
-    assert [span.name for span in last_steps(tracer, 0)] == ["pull"]
-    assert last_steps(tracer, 7) == []
+    assert [span.name for span in last_steps(tracer, since_ns=0)] == ["pull"]
+    assert last_steps(tracer, since_ns=7) == []

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from tests.support.memory_profiles import stack
 from tests.support.offload_tasks import Regression, fit, require_same_weights
 
 
-class Other(nn.Module):
+class DiffersInBackward(nn.Module):
     """Module that computes something else in backward than in forward."""
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Other(nn.Module):
         return x.sigmoid() * (1.5 if is_in_backward() else 1.0)
 
 
-class Noisy(Other):
+class Noisy(DiffersInBackward):
     """Module that draws random numbers, which a second run must repeat."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,12 +45,12 @@ class Noisy(Other):
 
 
 def task(*layers: nn.Module) -> Regression:
-    found = Regression("mlp")
+    regression = Regression("mlp")
     torch.manual_seed(1)
-    found.net = nn.Sequential(nn.Linear(64, 64), *layers, nn.Linear(64, 8))
-    for parameter in found.net.parameters():
+    regression.net = nn.Sequential(nn.Linear(64, 64), *layers, nn.Linear(64, 8))
+    for parameter in regression.net.parameters():
         nn.init.normal_(parameter, std=0.1)
-    return found
+    return regression
 
 
 def loader(rows: int) -> DataLoader[Any]:
@@ -68,11 +69,13 @@ def require_parity(
 
 
 def test_a_module_that_computes_differently_in_backward_is_not_recomputed() -> None:
-    callback = require_parity(lambda: task(Other(), Noisy()), 512, actions=["recompute"])
+    callback = require_parity(
+        lambda: task(DiffersInBackward(), Noisy()), 512, actions=["recompute"]
+    )
     assert callback.plan is not None
     assert "net.1" not in callback.plan.recompute
     loose = dlres.ActivationOffload(budget="min", min_size=1, actions=["recompute"], exact=False)
-    fit(task(Other(), Noisy()), loader(512), loose)
+    fit(task(DiffersInBackward(), Noisy()), loader(512), loose)
     assert loose.plan is not None
     assert loose.plan.recompute == ("net.1",)
 
@@ -84,10 +87,10 @@ def test_a_module_with_random_numbers_is_recomputed() -> None:
 
 
 def off_by_one_bit(self: LinearFormula, call: BackwardCall) -> tuple[Tensor | None, ...]:
-    found = _BACKWARD(self, call)
+    gradients = _BACKWARD(self, call)
     if call.out is not None:
         call.out.view(torch.int32)[..., 0] ^= 1
-    return found
+    return gradients
 
 
 _BACKWARD = LinearFormula.backward
@@ -125,8 +128,6 @@ def test_a_bitwise_check_tells_differing_and_unchecked_modules() -> None:
 
 
 def test_a_profile_without_the_patches_of_some_modules() -> None:
-    import msgspec
-
     profile = msgspec.structs.replace(
         stack([1, 2]),
         regions=(
@@ -138,9 +139,9 @@ def test_a_profile_without_the_patches_of_some_modules() -> None:
             Reuse(layers=("d",), storage=1, overwritten_at=2, nbytes=1),
         ),
     )
-    found = without_patches_of(profile, {"c", "b"})
-    assert [region.layer for region in found.regions] == ["a"]
-    assert [reuse.layers for reuse in found.reuses] == [("d",)]
+    remaining = without_patches_of(profile, {"c", "b"})
+    assert [region.layer for region in remaining.regions] == ["a"]
+    assert [reuse.layers for reuse in remaining.reuses] == [("d",)]
 
 
 class Skips(Regression):
@@ -153,9 +154,9 @@ class Skips(Regression):
 
 def test_a_layer_is_verified_in_a_step_that_runs_it() -> None:
     def make() -> Regression:
-        found = Skips("mlp")
-        found.net = task(nn.GELU()).net
-        return found
+        regression = Skips("mlp")
+        regression.net = task(nn.GELU()).net
+        return regression
 
     callback = require_parity(make, 2048, actions=["reuse"])
     assert callback.plan is not None
@@ -174,12 +175,12 @@ class Copying(Regression):
 
 def test_copies_of_a_patched_model_run_their_own_forward() -> None:
     def make() -> Copying:
-        found = Copying("mlp")
-        found.net = task(nn.GELU()).net
-        return found
+        regression = Copying("mlp")
+        regression.net = task(nn.GELU()).net
+        return regression
 
     plain, ours = make(), make()
     callback = dlres.ActivationOffload(budget="min", min_size=1)
     require_same_weights(fit(plain, loader(64)), fit(ours, loader(64), callback))
-    for one in ours.copies:
-        torch.testing.assert_close(one(torch.ones(2, 64)), ours.copies[0](torch.ones(2, 64)))
+    for network in ours.copies:
+        torch.testing.assert_close(network(torch.ones(2, 64)), ours.copies[0](torch.ones(2, 64)))

@@ -25,17 +25,11 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.strategies import HeteroPipeStrategy
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
 from lightning_dlres.strategies.hetero_pipe import report_sections
-from tests.support.models import Task, loaders
+from tests.support.models import QUIET, Task, loaders
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import QUICK
 
-QUIET: dict[str, Any] = {
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "accelerator": "cpu",
-    "devices": 1,
-}
+TRAINER_OPTIONS: dict[str, Any] = {**QUIET, "accelerator": "cpu", "devices": 1}
 
 
 @pytest.fixture
@@ -48,9 +42,7 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def fit(callback: ResourceReport, steps: int = 6, **options: Any) -> Trainer:
     """Train in this process, without a strategy of this package."""
-    trainer = Trainer(
-        **{"logger": False, "max_steps": steps, "callbacks": [callback], **QUIET, **options}
-    )
+    trainer = Trainer(**{"max_steps": steps, "callbacks": [callback], **TRAINER_OPTIONS, **options})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(val_dataloader|GPU available).*")
         trainer.fit(BoringModel())
@@ -74,9 +66,9 @@ def test_lightning_cli_can_construct_the_callback() -> None:
 def test_a_plain_trainer_gets_the_time_of_a_step_and_a_warning(
     tmp_path: Path, printed: list[str]
 ) -> None:
-    with pytest.warns(UserWarning, match="SingleDeviceStrategy has no pipeline plan") as seen:
+    with pytest.warns(UserWarning, match="SingleDeviceStrategy has no pipeline plan") as shown:
         fit(ResourceReport(tmp_path))
-    assert sum("ResourceReport" in str(warning.message) for warning in seen) == 1
+    assert sum("ResourceReport" in str(warning.message) for warning in shown) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
     text = (tmp_path / "report.md").read_text()
     assert "there is no prediction to compare with" in text
@@ -97,7 +89,7 @@ def test_a_strategy_with_a_tracer_gets_a_trace_file(tmp_path: Path, printed: lis
             with self.trainer.strategy.tracer.span("work", "compute"):
                 return super().training_step(batch, batch_idx)
 
-    trainer = Trainer(logger=False, max_steps=3, callbacks=[callback], **QUIET)
+    trainer = Trainer(max_steps=3, callbacks=[callback], **TRAINER_OPTIONS)
     with pytest.warns(UserWarning, match="no pipeline plan"):
         trainer.fit(Traces())
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -119,16 +111,15 @@ def test_any_strategy_can_contribute_sections(tmp_path: Path, printed: list[str]
     assert (tmp_path / "its.png").read_bytes() == b"PNG"
 
 
-def test_the_default_directory_is_inside_the_loggers_without_a_warning(
+def test_the_default_directory_is_inside_that_of_the_logger(
     tmp_path: Path, printed: list[str]
 ) -> None:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        fit(ResourceReport(), logger=CSVLogger(tmp_path))
-    assert not [w for w in seen if "directory" in str(w.message)]
+    logger = CSVLogger(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*directory.*")
+        fit(ResourceReport(), logger=logger)
     (report,) = tmp_path.rglob("report.md")
-    assert report.parent.name == "resource_report"
-    assert (report.parent.parent / "metrics.csv").exists() or report.parent.parent.is_dir()
+    assert report == Path(logger.log_dir, "resource_report", "report.md")
     fit(ResourceReport(), default_root_dir=tmp_path / "root")
     assert (tmp_path / "root" / "resource_report" / "report.md").is_file()
 
@@ -136,7 +127,7 @@ def test_the_default_directory_is_inside_the_loggers_without_a_warning(
 def test_a_directory_that_cannot_be_written_stops_fit_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     callback = ResourceReport(tmp_path / "file" / "report")
-    trainer = Trainer(logger=False, max_steps=2, callbacks=[callback], **QUIET)
+    trainer = Trainer(max_steps=2, callbacks=[callback], **TRAINER_OPTIONS)
     with pytest.raises(ConfigError, match=r"dir must be .*Not a directory"):
         trainer.fit(BoringModel())
     assert trainer.global_step == 0
@@ -163,7 +154,7 @@ def test_a_run_without_steps_reports_that_nothing_was_measured(
 
 def test_evaluation_alone_writes_no_files(tmp_path: Path) -> None:
     callback = ResourceReport(tmp_path / "report")
-    trainer = Trainer(logger=False, callbacks=[callback], limit_val_batches=1, **QUIET)
+    trainer = Trainer(callbacks=[callback], limit_val_batches=1, **TRAINER_OPTIONS)
     trainer.validate(BoringModel(), verbose=False)
     assert not (tmp_path / "report").exists()
 
@@ -200,7 +191,7 @@ def fit_pipeline(
 ) -> Trainer:
     """Train as a pipeline of two stages over the job's ranks."""
     strategy = HeteroPipeStrategy(stages=2, microbatches=4, timeout=60, plan=plan, profile=QUICK)
-    arguments = {"logger": False, "max_epochs": 1, **QUIET, "devices": context.world_size}
+    arguments = {"max_epochs": 1, **TRAINER_OPTIONS, "devices": context.world_size}
     trainer = Trainer(
         **{**arguments, **options},
         strategy=strategy,
@@ -289,9 +280,7 @@ def fit_with_ddp(context: RankContext, directory: str) -> None:
     strategy = DDPStrategy(process_group_backend="gloo")
     callback = ResourceReport(directory)
     options = {"strategy": strategy, "plugins": [context.environment], "callbacks": [callback]}
-    trainer = Trainer(
-        **{**QUIET, "devices": context.world_size}, **options, logger=False, max_steps=4
-    )
+    trainer = Trainer(**{**TRAINER_OPTIONS, "devices": context.world_size}, **options, max_steps=4)
     trainer.fit(BoringModel())
 
 

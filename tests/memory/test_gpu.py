@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from lightning_dlres.memory.execute.transfer.copiers import StreamCopier
 from lightning_dlres.memory.execute.transfer.gpu import CudaGpu
 from lightning_dlres.memory.execute.transfer.tiers import SlabTier
 from lightning_dlres.memory.offloader import Offloader
-from tests.memory.execute.test_reuse import (
+from tests.support.models import Block
+from tests.support.networks import CASES
+from tests.support.reuse_steps import (
     LAYERS,
     Layers,
     RefusingOwner,
@@ -29,44 +32,50 @@ from tests.memory.execute.test_reuse import (
     run_step,
     scripted_engine,
 )
-from tests.support.models import Block
-from tests.support.networks import CASES
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 
 
+@pytest.fixture(autouse=True)
+def _deterministic_algorithms() -> Iterator[None]:
+    """Let torch use deterministic algorithms where it has them."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def train(
     make: Any, batch: Any, options: MemoryConfig | None, steps: int = 12
 ) -> tuple[list[Tensor], Offloader | None]:
-    """Return the gradients of the last steps, and the offloader."""
+    """Return the gradients of the last step, and the offloader."""
     torch.manual_seed(0)
     net = make().to(DEVICE)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     x = batch().to(DEVICE)
     offloader = Offloader(net, options.for_device(DEVICE), DEVICE) if options is not None else None
-    found: list[Tensor] = []
+
+    def exempt() -> list[Tensor]:
+        return [*net.parameters(), *net.buffers()]
+
+    def step() -> None:
+        net(x).float().square().mean().backward()
+        optimizer.step()
+
+    gradients: list[Tensor] = []
     for number in range(steps):
         torch.manual_seed(number)
-
-        def held() -> list[Tensor]:
-            return [*net.parameters(), *net.buffers(), x]
-
-        def step() -> None:
-            net(x).float().square().mean().backward()
-            optimizer.step()
-
         if offloader is None:
             step()
         else:
-            with offloader.step("one", [*net.parameters(), *net.buffers()], held):
+            with offloader.step("one", exempt(), lambda: [*exempt(), x]):
                 step()
-        found = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
         optimizer.zero_grad()
-    return found, offloader
+    return gradients, offloader
 
 
-def wide() -> nn.Module:
+def wide_gpt() -> nn.Module:
     return nn.Sequential(*(Block(256, 0.1) for _ in range(6)))
 
 
@@ -80,27 +89,26 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("way", OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", [*CASES, "wide"])
-def test_gradients_equal_those_of_plain_training(name: str, way: str) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def test_gradients_equal_those_of_plain_training(name: str, options: str) -> None:
     make, batch = (
-        (wide, lambda: torch.randn(16, 128, 256))
+        (wide_gpt, lambda: torch.randn(16, 128, 256))
         if name == "wide"
         else (CASES[name].make, CASES[name].batch)
     )
     plain, _ = train(make, batch, None)
-    ours, offloader = train(make, batch, OPTIONS[way])
+    ours, offloader = train(make, batch, OPTIONS[options])
     assert offloader is not None
     assert offloader.plan is not None
     assert offloader.measurements.mismatches == []
-    for expected, found in zip(plain, ours, strict=True):
-        assert torch.equal(expected, found)
+    for expected, actual in zip(plain, ours, strict=True):
+        assert torch.equal(expected, actual)
 
 
-@pytest.mark.parametrize("way", ["min", "half", "offload"])
-def test_the_predicted_peak_equals_torchs_counter(way: str) -> None:
-    _, offloader = train(wide, lambda: torch.randn(16, 128, 256), OPTIONS[way], steps=12)
+@pytest.mark.parametrize("options", ["min", "half", "offload"])
+def test_the_predicted_peak_equals_torchs_counter(options: str) -> None:
+    _, offloader = train(wide_gpt, lambda: torch.randn(16, 128, 256), OPTIONS[options], steps=12)
     assert offloader is not None
     assert offloader.plan is not None
     assert offloader.measurements.device_peak == pytest.approx(offloader.plan.peak, rel=0.03)
@@ -176,8 +184,8 @@ def test_host_tensors_stay() -> None:
     offloader = Offloader(nn.Identity(), settings, DEVICE)
     for _ in range(5):
         with offloader.step("one", [weight], lambda: [weight]):
-            found = step()
-        assert torch.equal(found, expected)
+            gradient = step()
+        assert torch.equal(gradient, expected)
     assert offloader.profile is not None
     # The copy on the GPU, and the output of its ReLU.
     assert len(offloader.profile.storages) == 2

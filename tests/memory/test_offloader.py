@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,12 @@ Loss = Callable[[nn.Module, int], Tensor]
 
 
 class Run:
-    """Training steps of a small network, each compared with plain training, bit for bit."""
+    """Training steps of a small network, each compared with plain training, bit for bit.
+
+    Args:
+        loss: Returns the loss of the network in the step of a given number.
+        options: Arguments of `MemoryConfig` that replace the defaults of this class.
+    """
 
     def __init__(self, loss: Loss, **options: Any) -> None:
         torch.manual_seed(0)
@@ -34,8 +38,8 @@ class Run:
             *(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(4))
         )
         self.loss, self.logged, self.warned = loss, [], []
-        given = {"budget": "1PiB", "saved_budget": 0.75, "actions": ["offload"], "min_size": 1}
-        self.options = MemoryConfig(**{**given, **options})
+        defaults = {"budget": "1PiB", "saved_budget": 0.75, "actions": ["offload"], "min_size": 1}
+        self.options = MemoryConfig(**{**defaults, **options})
         self.offloader = Offloader(
             self.net,
             self.options.for_device(CPU),
@@ -52,13 +56,13 @@ class Run:
         return [p.grad for p in self.net.parameters() if p.grad is not None]
 
     def step(self, number: int, shape: object = "one") -> None:
-        stays = list(self.net.parameters())
+        parameters = list(self.net.parameters())
         expected = [gradient.clone() for gradient in self.gradients(number)]
-        with self.offloader.step(shape, stays, lambda: stays):
-            found = self.gradients(number)
-        assert len(expected) == len(found) > 0
-        for one, other in zip(expected, found, strict=True):
-            assert torch.equal(one, other)
+        with self.offloader.step(shape, parameters, lambda: parameters):
+            actual = self.gradients(number)
+        assert len(expected) == len(actual) > 0
+        for expected_gradient, actual_gradient in zip(expected, actual, strict=True):
+            assert torch.equal(expected_gradient, actual_gradient)
 
     def steps(self, count: int) -> Run:
         for number in range(count):
@@ -67,6 +71,7 @@ class Run:
 
     @property
     def followed(self) -> int:
+        """Number of steps that followed a plan."""
         return self.offloader.measurements.steps
 
     @property
@@ -79,40 +84,42 @@ class Run:
         return self.offloader.plan
 
 
-def plainly(net: nn.Module, number: int) -> Tensor:
+def plain_loss(net: nn.Module, number: int) -> Tensor:
     return net(torch.randn(8, 16)).square().sum()
 
 
-def with_reentrant_checkpoints(net: nn.Module, number: int) -> Tensor:
+def reentrant_checkpoint_loss(net: nn.Module, number: int) -> Tensor:
     x = torch.randn(8, 16, requires_grad=True)
     x = checkpoint(net, x.sin(), use_reentrant=True)
     return checkpoint(net, x, use_reentrant=True).square().sum()
 
 
-def with_gradient_penalty(net: nn.Module, number: int) -> Tensor:
+def gradient_penalty_loss(net: nn.Module, number: int) -> Tensor:
     x = torch.randn(8, 16, requires_grad=True)
     out = net(x).square().sum()
-    (slope,) = torch.autograd.grad(out, x, create_graph=True)
-    return out + (slope.norm(dim=1) - 1).square().sum()
+    (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+    return out + (gradient.norm(dim=1) - 1).square().sum()
 
 
-def with_inner_steps(net: nn.Module, number: int) -> Tensor:
-    """Train inner steps as in MAML (Finn et al., 2017)."""
+def meta_learning_loss(net: nn.Module, number: int) -> Tensor:
+    """Differentiate through inner steps, as in MAML (Finn et al., 2017)."""
     weights = dict(net.named_parameters())
     x, y = torch.randn(2, 8, 16)
     for _ in range(2):
         loss = (functional_call(net, weights, x) - y).square().mean()
-        slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
-        weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), slopes, strict=True)}
+        gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        weights = {
+            name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients, strict=True)
+        }
     return (functional_call(net, weights, y) - x).square().mean()
 
 
-def of_a_part(net: nn.Module, number: int) -> Tensor:
-    """Save a small part of a large tensor, which moves alone, and tensors made from it."""
+def loss_of_a_view(net: nn.Module, number: int) -> Tensor:
+    """Save a view of a few rows of a large tensor, which is offloaded alone."""
     x = torch.randn(40, 16, requires_grad=True)
     part = x.exp()[3:9]
-    (slope,) = torch.autograd.grad(part.sin().sum(), x, create_graph=True)
-    return (net(part) * part.cos()).sum() + slope.square().sum()
+    (gradient,) = torch.autograd.grad(part.sin().sum(), x, create_graph=True)
+    return (net(part) * part.cos()).sum() + gradient.square().sum()
 
 
 class Wide(nn.Module):
@@ -126,38 +133,40 @@ class Wide(nn.Module):
         return self.out(self.relu(self.deep(x)).exp().sin())
 
 
-def of_rows(net: Wide, x: Tensor) -> Tensor:
+def vmap_over_rows(net: Wide, x: Tensor) -> Tensor:
     return torch.vmap(lambda row: net(row).sin())(x)
 
 
-def of_closures(net: Wide, x: Tensor) -> Tensor:
+def vmap_over_factors(net: Wide, x: Tensor) -> Tensor:
     return torch.vmap(lambda k: net(x) * k)(torch.randn(2))
 
 
-def of_weights(net: Wide, x: Tensor) -> Tensor:
+def vmap_over_weights(net: Wide, x: Tensor) -> Tensor:
     weights = {name: torch.stack([w, w.sin()]) for name, w in net.named_parameters()}
-    return torch.vmap(lambda some: functional_call(net, some, x))(weights)
+    return torch.vmap(lambda single: functional_call(net, single, x))(weights)
 
 
-def with_forward_derivatives(net: Wide, x: Tensor) -> Tensor:
+def dual_numbers(net: Wide, x: Tensor) -> Tensor:
     with forward_ad.dual_level():
-        y, slope = forward_ad.unpack_dual(net(forward_ad.make_dual(x, x.sin())))
-        return torch.cat([y, slope])
+        y, tangent = forward_ad.unpack_dual(net(forward_ad.make_dual(x, x.sin())))
+        return torch.cat([y, tangent])
 
 
-def with_pushed_forward(net: Wide, x: Tensor) -> Tensor:
+def jacobian_vector_product(net: Wide, x: Tensor) -> Tensor:
     return torch.cat(jvp(net, (x,), (x.sin(),)))
 
 
 @pytest.mark.parametrize(
-    "way",
-    [of_rows, of_closures, of_weights, with_forward_derivatives, with_pushed_forward],
+    "transform",
+    [vmap_over_rows, vmap_over_factors, vmap_over_weights, dual_numbers, jacobian_vector_product],
 )
-def test_modules_are_not_patched_inside_transforms(way: Callable[[Any, Tensor], Tensor]) -> None:
+def test_modules_are_not_patched_inside_transforms(
+    transform: Callable[[Any, Tensor], Tensor],
+) -> None:
     wide = Wide()
     options: dict[str, Any] = {"actions": ["reuse", "recompute"], "budget": "min"}
     run = Run(
-        lambda net, number: way(wide, net(torch.randn(64, 16))).square().sum(),
+        lambda net, number: transform(wide, net(torch.randn(64, 16))).square().sum(),
         **options,
         exact=False,
         on_over_budget="warn",
@@ -172,7 +181,13 @@ def test_modules_are_not_patched_inside_transforms(way: Callable[[Any, Tensor], 
 @pytest.mark.parametrize("actions", [["offload"], ["compress", "offload", "reuse"]], ids=str)
 @pytest.mark.parametrize(
     "loss",
-    [plainly, with_reentrant_checkpoints, with_gradient_penalty, with_inner_steps, of_a_part],
+    [
+        plain_loss,
+        reentrant_checkpoint_loss,
+        gradient_penalty_loss,
+        meta_learning_loss,
+        loss_of_a_view,
+    ],
 )
 def test_steps_match_their_plan(loss: Loss, actions: list[str]) -> None:
     run = Run(loss, actions=actions).steps(9)
@@ -181,23 +196,26 @@ def test_steps_match_their_plan(loss: Loss, actions: list[str]) -> None:
     assert any(decision.tier for decision in run.plan.decisions)
 
 
-def in_turns(net: nn.Module, number: int) -> Tensor:
+def loss_of_alternating_shapes(net: nn.Module, number: int) -> Tensor:
+    """Use another batch size in every other step."""
     return net(torch.randn(8 if number % 2 else 12, 16)).square().sum()
 
 
-def alike_at_first(net: nn.Module, number: int) -> Tensor:
+def loss_with_equal_beginning(net: nn.Module, number: int) -> Tensor:
+    """Save further tensors in every third step, which begins as the others do."""
     y = net(torch.randn(8, 16))
     return y.square().sum() if number % 3 else net(torch.cat([y, y])).exp().sum()
 
 
-@pytest.mark.parametrize("loss", [in_turns, alike_at_first])
+@pytest.mark.parametrize("loss", [loss_of_alternating_shapes, loss_with_equal_beginning])
 def test_alternating_steps_get_a_plan_each(loss: Loss) -> None:
     run = Run(loss).steps(12)
-    followed, unlike = run.followed, len(run.mismatches)
+    followed, mismatches = run.followed, list(run.mismatches)
+    assert len(mismatches) <= 2
     for number in range(12, 18):
         run.step(number)
     assert run.followed == followed + 6
-    assert len(run.mismatches) == unlike <= 2
+    assert run.mismatches == mismatches
     assert run.warned == []
 
 
@@ -220,7 +238,7 @@ def test_ever_changing_steps_stop_the_measuring_with_a_warning() -> None:
 
 
 def test_ever_new_batch_shapes_give_a_warning() -> None:
-    run = Run(plainly)
+    run = Run(plain_loss)
     for number in range(60):
         run.step(0, shape=number)
     (warning,) = run.warned
@@ -228,43 +246,46 @@ def test_ever_new_batch_shapes_give_a_warning() -> None:
     assert "pad the batches" in warning
 
 
-@contextmanager
-def watched_hooks(run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    seen: list[object] = []
-    made = run.offloader._engine.hooks
-    monkeypatch.setattr(
-        run.offloader._engine, "hooks", lambda *args: (seen.append(args), made(*args))[1]
-    )
-    yield seen
+def record_hooks(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return a list that gets an entry whenever the offloader installs its hooks."""
+    calls: list[object] = []
+    hooks = run.offloader._engine.hooks
+
+    def recorded_hooks(*args: Any) -> Any:
+        calls.append(args)
+        return hooks(*args)
+
+    monkeypatch.setattr(run.offloader._engine, "hooks", recorded_hooks)
+    return calls
 
 
 def test_a_plan_that_keeps_everything_installs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(plainly, saved_budget=None).steps(2)
+    run = Run(plain_loss, saved_budget=None).steps(2)
     assert run.plan.changes_nothing
-    # Steps may alternate, so a few more are watched.
+    # The offloader watches a few more steps, because steps may alternate.
     run.steps(4)
     assert run.offloader.is_idle("one")
     assert not run.offloader.is_idle("another")
-    with watched_hooks(run, monkeypatch) as seen:
-        run.steps(3)
-        assert seen == []
-        run.step(0, "another")
-        assert len(seen) == 1
-    measuring, nothing = run.logged
-    assert "measuring the first" in measuring
-    assert "later steps run without hooks and patches" in nothing
-    assert "\n" not in nothing
+    calls = record_hooks(run, monkeypatch)
+    run.steps(3)
+    assert calls == []
+    run.step(0, "another")
+    assert len(calls) == 1
+    first_line, second_line = run.logged
+    assert "measuring the first" in first_line
+    assert "later steps run without hooks and patches" in second_line
+    assert "\n" not in second_line
 
 
 def test_alternating_steps_become_idle_when_all_are_planned() -> None:
-    run = Run(in_turns, saved_budget=None)
+    run = Run(loss_of_alternating_shapes, saved_budget=None)
     for number in range(20):
         run.step(number)
     assert run.offloader.is_idle("one")
 
 
 def test_measuring_is_logged_once() -> None:
-    run = Run(plainly)
+    run = Run(plain_loss)
     run.step(0)
     run.step(0, "another")
     assert len(run.logged) == 1
@@ -273,12 +294,12 @@ def test_measuring_is_logged_once() -> None:
 
 @pytest.mark.parametrize("as_file", [False, True])
 def test_a_given_plan_is_followed(as_file: bool, tmp_path: Path) -> None:
-    first = Run(plainly).steps(5).plan
+    first = Run(plain_loss).steps(5).plan
     plan: Any = first
     if as_file:
         plan = tmp_path / "plan.json"
         plan.write_text(first.to_json())
-    run = Run(plainly, plan=plan).steps(4)
+    run = Run(plain_loss, plan=plan).steps(4)
     assert run.followed == 4
     assert run.mismatches == []
     assert run.logged == []
@@ -287,25 +308,25 @@ def test_a_given_plan_is_followed(as_file: bool, tmp_path: Path) -> None:
 
 def test_a_given_plan_with_patches_is_verified_and_followed() -> None:
     options = {"actions": ["recompute"]}
-    first = Run(plainly, **options).steps(9).plan
+    first = Run(plain_loss, **options).steps(9).plan
     assert first.recompute or first.reuse
-    run = Run(plainly, plan=first, **options).steps(4)
+    run = Run(plain_loss, plan=first, **options).steps(4)
     # One step verifies that the modules compute the same bits.
     assert run.followed == 3
     assert run.mismatches == []
 
 
 def test_a_given_plan_of_other_steps_is_dropped() -> None:
-    other = Run(with_gradient_penalty).steps(5).plan
-    run = Run(plainly, plan=other).steps(6)
+    other = Run(gradient_penalty_loss).steps(5).plan
+    run = Run(plain_loss, plan=other).steps(6)
     assert len(run.mismatches) == 1
     assert run.followed == 4
     assert run.plan != other
 
 
 def test_a_given_plan_that_keeps_everything_is_checked_first() -> None:
-    first = Run(plainly, saved_budget=None).steps(3).plan
-    run = Run(plainly, saved_budget=None, plan=first)
+    first = Run(plain_loss, saved_budget=None).steps(3).plan
+    run = Run(plain_loss, saved_budget=None, plan=first)
     run.steps(3)
     assert not run.offloader.is_idle("one")
     run.steps(1)
@@ -315,8 +336,8 @@ def test_a_given_plan_that_keeps_everything_is_checked_first() -> None:
 @pytest.mark.parametrize("limit", [{"budget": 20_000}, {"saved_budget": 100}], ids=str)
 def test_an_exceeded_budget_is_an_error_or_a_warning(limit: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="must be at least"):
-        Run(plainly, actions=["compress"], **limit).steps(3)
-    run = Run(plainly, actions=["compress"], on_over_budget="warn", **limit).steps(5)
+        Run(plain_loss, actions=["compress"], **limit).steps(3)
+    run = Run(plain_loss, actions=["compress"], on_over_budget="warn", **limit).steps(5)
     (warning,) = run.warned
     assert "must be at least" in warning
     assert "Training continues with the smallest peak that can be met." in warning
@@ -345,7 +366,7 @@ def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_plan_with_unavailable_tiers_is_refused() -> None:
-    plan = Run(plainly).steps(5).plan
+    plan = Run(plain_loss).steps(5).plan
     with pytest.raises(ConfigError, match="plan must use only the tiers available here"):
         MemoryConfig(actions=["compress"], plan=plan).for_device(CPU)
 

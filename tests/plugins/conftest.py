@@ -9,10 +9,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(one_thread: None) -> None:
+def _fast(one_thread: None, short_link_measurements: None) -> None:
     pass
-
-
-@pytest.fixture(autouse=True)
-def _short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_dlres.memory.profile.links._UNCACHED_BYTES", 4 << 20)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -16,6 +16,7 @@ from torch import Tensor
 
 import lightning_dlres as dlres
 from lightning_dlres.core.errors import ConfigError
+from tests.support.models import QUIET
 from tests.support.networks import CASES
 from tests.support.offload_tasks import (
     Gan,
@@ -85,10 +86,10 @@ class OverflowingTask(Regression):
         return loss * 1e30 if batch_idx == 2 else loss
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["from ours", "from Lightning's"])
-@pytest.mark.parametrize("second", [True, False], ids=["to ours", "to Lightning's"])
+@pytest.mark.parametrize("saved_by_ours", [True, False], ids=["from ours", "from Lightning's"])
+@pytest.mark.parametrize("resumed_by_ours", [True, False], ids=["to ours", "to Lightning's"])
 def test_a_checkpoint_restores_the_scaler_of_either_plugin(
-    tmp_path: Path, first: bool, second: bool
+    tmp_path: Path, saved_by_ours: bool, resumed_by_ours: bool
 ) -> None:
     def options(with_ours: bool) -> dict[str, Any]:
         return (
@@ -102,7 +103,7 @@ def test_a_checkpoint_restores_the_scaler_of_either_plugin(
         checkpoint_callback,
         enable_checkpointing=True,
         max_steps=4,
-        **options(first),
+        **options(saved_by_ours),
     )
     path = checkpoint_of(tmp_path)
     state = torch.load(path, weights_only=True)["MixedPrecision"]
@@ -115,7 +116,11 @@ def test_a_checkpoint_restores_the_scaler_of_either_plugin(
             scaler_states.append(plugin_used.scaler.state_dict())  # type: ignore[attr-defined]
 
     resumed = fit(
-        RecordingTask("cnn"), batches("cnn"), max_epochs=2, ckpt_path=path, **options(second)
+        RecordingTask("cnn"),
+        batches("cnn"),
+        max_epochs=2,
+        ckpt_path=path,
+        **options(resumed_by_ours),
     )
     assert scaler_states == [state]
     plain = fit(
@@ -141,6 +146,7 @@ def test_fit_after_an_exception_gives_plain_weights() -> None:
         task = FailingTask("mlp")
         with pytest.raises(KeyError, match="of the user"):
             fit(task, batches("mlp"), **options)
+        # The hooks for saved tensors are gone after the error.
         saved = torch.ones(3, requires_grad=True).exp()
         assert type(saved.grad_fn._saved_result) is Tensor  # type: ignore[union-attr]
         weights.append(fit(task, batches("mlp"), **options))
@@ -194,10 +200,6 @@ def test_the_plugin_overrides_every_hook_of_a_precision_plugin() -> None:
 
 
 def test_validation_and_prediction_make_no_plan() -> None:
-    from lightning.pytorch import Trainer
-
-    from tests.support.models import QUIET
-
     memory_precision = memory_plugin("bf16-mixed")
     trainer = Trainer(accelerator="cpu", devices=1, plugins=memory_precision, **QUIET)
     trainer.validate(Regression("mlp"), batches("mlp", 2), verbose=False)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_dlres.memory.execute.byte_counter import ByteCounter
 from lightning_dlres.memory.execute.transfer.free_list import FreeList
 from lightning_dlres.memory.execute.transfer.tiers import Allocation, SlabTier
 
@@ -40,6 +39,7 @@ def test_an_allocation_is_free_once_its_references_are_dropped(
 ) -> None:
     tier = SlabTier(4096, tmp_path if in_file else None)
     data = torch.arange(200, dtype=torch.uint8)
+    # A piece takes 512 bytes, so eight of them fill the tier.
     allocations = [put(tier, data + n) for n in range(8)]
     assert put(tier, data) is None
     assert tier.used_bytes == 1600
@@ -67,11 +67,3 @@ def test_the_garbage_collector_may_free_during_an_allocation(
     allocation = put(tier, torch.zeros(50, dtype=torch.uint8))
     assert allocation is not None
     assert tier.used_bytes == 50
-
-
-def test_a_byte_counter_tracks_the_peak() -> None:
-    byte_counter = ByteCounter()
-    for change in (10, 5, -12, 4):
-        byte_counter.add(change)
-    byte_counter.drop(7)
-    assert (byte_counter.now, byte_counter.peak) == (0, 15)
