@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.execute.optimizers import require_separable, set_state_device
-from lightning_dlres.pipeline.profile.optimizer_costs import UpdateBytes, update_bytes
 
 SHIPPED = sorted(
     name
@@ -154,6 +153,17 @@ def test_state_is_moved_and_step_counts_are_not() -> None:
     assert optimizer.state[p]["exp_avg"] is moved
 
 
+def test_the_step_count_of_a_scalar_parameter_is_not_moved() -> None:
+    parameter = nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.grad = torch.tensor(1.0)
+    optimizer.step()
+    set_state_device(optimizer, torch.device("meta"))
+    state = optimizer.state[parameter]
+    assert state["exp_avg"].device.type == "meta"
+    assert state["step"].device.type == "cpu"
+
+
 # --- Optimizers that a simple trial would misjudge.
 
 
@@ -187,42 +197,3 @@ def test_the_trial_does_not_change_the_global_random_state() -> None:
     with contextlib.suppress(ConfigError):
         require_separable(optimizer)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "expected"),
-    [
-        (torch.optim.SGD, {}, (0.0, 0.0, 0.0)),
-        (torch.optim.AdamW, {"foreach": False}, (2.0, 1.0, 0.0)),
-        (torch.optim.AdamW, {"foreach": True}, (0.0, 0.0, 1.0)),
-        (torch.optim.AdamW, {"fused": True}, (0.0, 0.0, 0.0)),
-        (torch.optim.SparseAdam, {}, (0.0, 0.0, 0.0)),
-    ],
-)
-def test_temporary_bytes_of_an_optimizer_step(
-    kind: type[Optimizer], options: dict[str, Any], expected: tuple[float, ...]
-) -> None:
-    optimizer = kind(parameters(), lr=0.01, **options)
-    measured = update_bytes(optimizer, torch.device("cpu"))
-    assert (measured.current, measured.previous, measured.total) == pytest.approx(
-        expected, abs=0.01
-    )
-
-
-def test_temporary_bytes_depend_on_the_order_of_parameters() -> None:
-    adam = UpdateBytes(current=2.0, previous=1.0)
-    assert adam.of([]) == 0
-    assert adam.of([10]) == 20
-    assert adam.of([10, 4, 10]) == 24
-    assert adam.of([4, 10, 10]) == 30
-
-
-def test_the_count_of_a_parameter_without_dimensions_stays() -> None:
-    parameter = nn.Parameter(torch.tensor(1.0))
-    optimizer = torch.optim.Adam([parameter])
-    parameter.grad = torch.tensor(1.0)
-    optimizer.step()
-    set_state_device(optimizer, torch.device("meta"))
-    state = optimizer.state[parameter]
-    assert state["exp_avg"].device.type == "meta"
-    assert state["step"].device.type == "cpu"

@@ -187,8 +187,8 @@ def test_initial_values_do_not_depend_on_the_split(split: tuple[int, ...]) -> No
     whole = deploy_meta((4,), 0)
     assert not has_meta_tensors(whole)
     values = dict(whole.state_dict())
-    first = [sum(split[:stage]) for stage in range(len(split) + 1)]
-    for stage, (start, stop) in enumerate(pairwise(first)):
+    boundaries = [sum(split[:stage]) for stage in range(len(split) + 1)]
+    for stage, (start, stop) in enumerate(pairwise(boundaries)):
         torch.manual_seed(stage)
         model = deploy_meta(split, stage)
         prefixes = [f"net.{index}." for index in range(start, stop)] + ["head."]

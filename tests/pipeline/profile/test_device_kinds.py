@@ -36,9 +36,9 @@ def test_layers_without_measurable_time_do_not_count() -> None:
 )
 def test_powers_are_the_inverse_of_slowdowns(layers: list[float], slowdowns: list[float]) -> None:
     fastest = min(slowdowns)
-    found = powers_of([[seconds * s for seconds in layers] for s in slowdowns])
-    assert found == pytest.approx([fastest / s for s in slowdowns])
-    assert max(found) == 1.0
+    powers = powers_of([[seconds * s for seconds in layers] for s in slowdowns])
+    assert powers == pytest.approx([fastest / s for s in slowdowns])
+    assert max(powers) == 1.0
 
 
 def test_a_missing_time_is_that_of_other_ranks_times_the_slowdown() -> None:

@@ -63,7 +63,7 @@ class Masked(nn.Module):
 
 
 class Fails(nn.Linear):
-    """A layer that raises an error unless it is called without values."""
+    """A layer that raises an error unless its input is a tensor without values."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(4, 8)
@@ -115,21 +115,22 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 def measure(modules: Any, inputs: Any, limit: int | None) -> tuple[list[LayerMeasurement], Any]:
-    found, output, load = measure_layers(
+    """Return the measurements within a memory limit in bytes, and the output of the last layer."""
+    measurements, output, load = measure_layers(
         modules, lambda _, m: m, inputs, CPU, nullcontext, repeats=1, limit=limit
     )
     load()
-    return found, output
+    return measurements, output
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_sizes_without_a_run_equal_those_of_a_run(name: str) -> None:
     make, inputs = LAYERS[name]
-    (ran,), output = measure([make()], inputs(), None)
-    (found,), zeros = measure([make()], inputs(), 0)
-    assert math.isnan(found.forward)
-    assert math.isnan(found.backward)
-    assert found.sizes == ran.sizes
+    (measured,), output = measure([make()], inputs(), None)
+    (computed,), zeros = measure([make()], inputs(), 0)
+    assert math.isnan(computed.forward)
+    assert math.isnan(computed.backward)
+    assert computed.sizes == measured.sizes
     for zero, value in zip(tensors_of(zeros), tensors_of(output), strict=True):
         assert (zero.shape, zero.dtype, zero.requires_grad) == (
             value.shape,
@@ -158,39 +159,41 @@ def test_a_huge_layer_on_meta_has_sizes() -> None:
     with torch.device("meta"):
         layer = nn.Linear(1 << 20, 1 << 20)
     x = torch.randn(1, 1 << 20)
-    (found,), output = measure([layer], x, 1 << 30)
+    (measurement,), output = measure([layer], x, 1 << 30)
     # Four tebibytes of gradient.
-    assert found.sizes.workspace_bytes >= 1 << 42
-    assert found.sizes.output_bytes == x.numel() * 4
+    assert measurement.sizes.workspace_bytes >= 1 << 42
+    assert measurement.sizes.output_bytes == x.numel() * 4
     assert output.shape == x.shape
 
 
 def test_only_layers_that_fit_are_run() -> None:
     Counts.runs = 0
     layers = [nn.Linear(16, 16), Counts(16, 1000), nn.Linear(1000, 2)]
-    found, _ = measure(layers, torch.randn(4, 16), limit=100_000)
-    assert [math.isnan(layer.forward) for layer in found] == [False, True, False]
+    measurements, _ = measure(layers, torch.randn(4, 16), limit=100_000)
+    assert [math.isnan(layer.forward) for layer in measurements] == [False, True, False]
     # One run, without values.
     assert Counts.runs == 1
-    assert measure(layers, torch.randn(4, 16), limit=1_000_000)[0][1].sizes == found[1].sizes
+    assert measure(layers, torch.randn(4, 16), limit=1_000_000)[0][1].sizes == measurements[1].sizes
 
 
 def test_the_memory_of_backward_counts() -> None:
     # 8000 bytes each: the input, the output, the output's gradient and, in the second layer only,
     # the input's gradient.
-    found, _ = measure([nn.Linear(2, 2), nn.GELU()], torch.randn(1000, 2), limit=30_000)
-    assert [math.isnan(layer.forward) for layer in found] == [False, True]
+    measurements, _ = measure([nn.Linear(2, 2), nn.GELU()], torch.randn(1000, 2), limit=30_000)
+    assert [math.isnan(layer.forward) for layer in measurements] == [False, True]
 
 
 def test_a_layer_that_reads_values_is_run() -> None:
-    found, _ = measure([ReadsValues(4, 400)], torch.randn(2, 4), limit=1000)
-    assert found[0].forward > 0
+    measurements, _ = measure([ReadsValues(4, 400)], torch.randn(2, 4), limit=1000)
+    assert measurements[0].forward > 0
 
 
 def test_an_out_of_memory_error_of_a_run_marks_the_layer() -> None:
-    found, _ = measure([Fails(torch.OutOfMemoryError("full")), nn.ReLU()], torch.ones(2, 4), None)
-    assert [math.isnan(layer.forward) for layer in found] == [True, False]
-    assert found[0].sizes.output_bytes == 2 * 8 * 4
+    measurements, _ = measure(
+        [Fails(torch.OutOfMemoryError("full")), nn.ReLU()], torch.ones(2, 4), None
+    )
+    assert [math.isnan(layer.forward) for layer in measurements] == [True, False]
+    assert measurements[0].sizes.output_bytes == 2 * 8 * 4
 
 
 @pytest.mark.parametrize("error", [NotImplementedError("no"), RuntimeError("no"), MemoryError()])

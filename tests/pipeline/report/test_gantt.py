@@ -25,15 +25,23 @@ COLOURS = {
 }
 
 
-def step(names: Sequence[str], stages: int = 2, count: int = 1) -> Timeline:
-    """Return a step in which every stage does the named activities one after the other."""
+def step(names: Sequence[str], stages: int = 2, microbatches: int = 1) -> Timeline:
+    """Return a step in which every stage does the named activities one after the other.
+
+    Every micro-batch takes a second, and the step ends half a second after the last one.
+    """
     activities = [
         Activity(name, 0, stage, m, m + index / len(names), m + (index + 1) / len(names))
         for stage in range(stages)
-        for m in range(count)
+        for m in range(microbatches)
         for index, name in enumerate(names)
     ]
-    return Timeline(tuple(activities), count + 0.5, ((float(count),) * stages,), ())
+    return Timeline(
+        activities=tuple(activities),
+        step_seconds=microbatches + 0.5,
+        busy_seconds=((float(microbatches),) * stages,),
+        peak_bytes=(),
+    )
 
 
 def row_labels(stages: int) -> dict[tuple[int, int], str]:
@@ -47,9 +55,13 @@ def pixels(data: bytes) -> np.ndarray:
     return np.rint(imread(io.BytesIO(data))[..., :3] * 255).astype(int)
 
 
+# Pixels at the top of a chart that contain its legend.
+LEGEND_HEIGHT = 60
+
+
 def visible(data: bytes) -> set[str]:
     """Return the names of the activities that are visible below the legend."""
-    below = pixels(data)[60:]
+    below = pixels(data)[LEGEND_HEIGHT:]
     return {name for name, c in COLOURS.items() if (below == c).all(axis=-1).sum() > 100}
 
 
@@ -63,28 +75,28 @@ def test_every_kind_of_activity_has_its_colour() -> None:
 
 
 def test_each_timeline_has_a_panel_on_the_same_time_scale() -> None:
-    short, long = step(["forward"]), step(["forward"], count=3)
+    short, long = step(["forward"]), step(["forward"], microbatches=3)
     one = pixels(draw([Panel("Planned", long)], row_labels(2)))
     two = pixels(draw([Panel("Planned", short), Panel("Measured", long)], row_labels(2)))
     assert two.shape[0] > 1.5 * one.shape[0]
     columns = [
         np.flatnonzero((half == COLOURS["forward"]).all(axis=-1).any(axis=0))
-        for half in (two[60 : len(two) // 2], two[len(two) // 2 :])
+        for half in (two[LEGEND_HEIGHT : len(two) // 2], two[len(two) // 2 :])
     ]
     ends = [column.max() - column.min() for column in columns]
     assert ends[0] * 3 == pytest.approx(ends[1], rel=0.02)
 
 
-@pytest.mark.parametrize(("stages", "count"), [(1, 1), (8, 64)])
-def test_small_and_large_steps_are_visible(stages: int, count: int) -> None:
-    timeline = step(["forward", "backward"], stages, count)
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (8, 64)])
+def test_small_and_large_steps_have_a_limited_size(stages: int, microbatches: int) -> None:
+    timeline = step(["forward", "backward"], stages, microbatches)
     image = pixels(draw([Panel("Planned", timeline)], row_labels(stages)))
     assert image.shape[1] <= 2200
     assert image.shape[0] <= 700
 
 
 def test_a_step_without_work_is_drawn() -> None:
-    nothing = Timeline((), 0.0, ((0.0,),), ())
+    nothing = Timeline(activities=(), step_seconds=0.0, busy_seconds=((0.0,),), peak_bytes=())
     assert "forward" not in visible(draw([Panel("Measured", nothing)], row_labels(1)))
 
 

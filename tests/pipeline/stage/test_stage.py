@@ -51,7 +51,7 @@ class Wasteful(nn.Module):
         return [self.linear(x), self.unused(x), x.detach() * 2, x > 0]
 
 
-class First(nn.Module):
+class SelectByMask(nn.Module):
     """A layer that takes the output of `Wasteful`."""
 
     def forward(self, tree: Tree) -> Tensor:
@@ -123,7 +123,7 @@ NETWORKS: dict[str, Callable[[], list[nn.Module]]] = {
     ],
     "in place first": lambda: [nn.ReLU(inplace=True), nn.Linear(6, 6)],
     "trees": lambda: [nn.Linear(6, 6), Fork(), Join(), nn.Linear(6, 6)],
-    "unused outputs": lambda: [nn.Linear(6, 6), Wasteful(), First(), nn.Linear(6, 6)],
+    "unused outputs": lambda: [nn.Linear(6, 6), Wasteful(), SelectByMask(), nn.Linear(6, 6)],
     "own input and a parameter": lambda: [nn.Linear(6, 6), Residual(), Sum()],
     "identity": lambda: [nn.Identity(), nn.Linear(6, 6), nn.Identity(), nn.Identity()],
     "views": lambda: [nn.Linear(6, 6), Views(), nn.ReLU(inplace=True), nn.Linear(6, 6)],
@@ -175,8 +175,13 @@ def through_stages(
     microbatch: int = 0,
     buffer: GradientBuffer | None = None,
 ) -> tuple[Tree, list[Tensor | None], Gradients]:
-    """Run one micro-batch through all stages and back; activations are detached between them, as
-    they are when sent. Return the output, and the gradients of the inputs and of the parameters."""
+    """Run one micro-batch through all stages and back.
+
+    Activations are detached between stages, as they are when sent.
+
+    Returns:
+        The output, the gradients of the inputs, and the gradients of the parameters.
+    """
     stages, sums = stages_of(layers, split), buffer or GradientBuffer()
     activation = inputs
     for stage in stages:

@@ -18,7 +18,8 @@ from tests.support.pipeline_profiles import GPIPE, ONE_F_ONE_B, SCHEDULES
 
 schedules = st.sampled_from(SCHEDULES)
 stage_counts = st.integers(1, 4)
-shares = st.lists(st.integers(0, 6), min_size=1, max_size=3).map(tuple)
+# Numbers of micro-batches of the replicas.
+microbatch_shares = st.lists(st.integers(0, 6), min_size=1, max_size=3).map(tuple)
 
 
 def named(events: tuple[ScheduleEvent, ...]) -> list[tuple[str, set[str]]]:
@@ -69,9 +70,9 @@ def test_the_loss_of_gpipe_waits_for_all_replicas() -> None:
         assert waits == {(Work.FORWARD, 0, 1), (Work.FORWARD, 1, 0)}
 
 
-@given(schedules, stage_counts, shares)
+@given(schedules, stage_counts, microbatch_shares)
 def test_every_event_occurs_once(schedule: Schedule, stages: int, shares: tuple[int, ...]) -> None:
-    found = Counter(
+    counts = Counter(
         (e.work, e.replica, e.stage, e.microbatch) for e in event_graph(schedule, stages, shares)
     )
     expected: Counter[tuple[Work, int, int, int]] = Counter()
@@ -83,10 +84,10 @@ def test_every_event_occurs_once(schedule: Schedule, stages: int, shares: tuple[
             expected.update((work, replica, stage, m) for work in works for m in range(count))
         losses = range(count) if schedule == ONE_F_ONE_B else [ALL_MICROBATCHES] * min(count, 1)
         expected.update((Work.LOSS, replica, stages - 1, m) for m in losses)
-    assert found == expected
+    assert counts == expected
 
 
-@given(schedules, stage_counts, shares)
+@given(schedules, stage_counts, microbatch_shares)
 def test_a_stage_does_one_thing_at_a_time(
     schedule: Schedule, stages: int, shares: tuple[int, ...]
 ) -> None:

@@ -39,8 +39,8 @@ def test_equal_stages_do_not_wait_for_messages() -> None:
     workload = two_stages(latency=0.25)
     extra = with_extra_in_flight(workload, [1, 1], ())
     assert extra.extra_in_flight == 1
-    # Without it, two micro-batches circulate in pairs, and the stages wait for a message in each
-    # direction after each of the first three pairs. With it, they wait only for the first and the
+    # Without the extra micro-batch, two are in flight. After each of the first three pairs, the
+    # stages wait for a message in each direction. With it, they wait only for the first and the
     # last message.
     assert step_seconds(workload, [1, 1]) == pytest.approx(9 * 3.0 + 8 * 0.25)
     assert step_seconds(extra, [1, 1]) == pytest.approx(9 * 3.0 + 2 * 0.25)
@@ -74,9 +74,9 @@ def test_an_extra_microbatch_neither_slows_the_step_nor_breaks_a_limit(
     ranges = layer_ranges(split)
     held = [workload.bound_bytes(s, ranges[s], recompute) for s in range(stages)]
     workload = limited(workload, [size + free for size in held] * replicas)
-    found = with_extra_in_flight(workload, split, recompute)
-    assert replace(found, extra_in_flight=0) == workload
+    extended = with_extra_in_flight(workload, split, recompute)
+    assert replace(extended, extra_in_flight=0) == workload
     before = step_seconds(workload, split, recompute)
-    assert step_seconds(found, split, recompute) <= before * (1 + 1e-9)
+    assert step_seconds(extended, split, recompute) <= before * (1 + 1e-9)
     for stage in range(stages):
-        assert found.bound_bytes(stage, ranges[stage], recompute) <= held[stage] + free
+        assert extended.bound_bytes(stage, ranges[stage], recompute) <= held[stage] + free

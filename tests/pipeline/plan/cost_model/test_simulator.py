@@ -49,8 +49,11 @@ def times(timeline: Timeline, name: str, stage: int, replica: int = 0) -> list[t
 
 
 def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int]) -> float:
-    """Return the seconds of a step, simulated in another way: every stage has its own clock and
-    goes through its actions as far as it can; a link carries one message after the other."""
+    """Return the seconds of a step, simulated in another way.
+
+    Every stage has its own clock and goes through its actions as far as it can. A link carries one
+    message after the other.
+    """
     stages = workload.stages
     todo = {
         (replica, stage): deque(
@@ -76,7 +79,7 @@ def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int])
         for op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
     }
 
-    def perform(place: tuple[int, int], op: Op, everything: bool) -> bool:
+    def perform(place: tuple[int, int], op: Op, is_whole_batch: bool) -> bool:
         replica, stage = place
         seconds = costs[place].seconds
         if op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
@@ -84,13 +87,13 @@ def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int])
                 return False
             clock[place] = max(clock[place], inbox[replica, stage, op].popleft())
         elif op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
-            down = op is Op.SEND_ACTIVATION
-            took = seconds[Work.ACTIVATION if down else Work.GRADIENT]
-            arrives = max(clock[place], link_free.get((replica, stage, op), 0.0)) + took
-            link_free[replica, stage, op] = arrives
-            received = Op.RECEIVE_ACTIVATION if down else Op.RECEIVE_GRADIENT
-            inbox[replica, stage + (1 if down else -1), received].append(arrives)
-        elif op is Op.LOSS and everything:
+            is_activation = op is Op.SEND_ACTIVATION
+            message_seconds = seconds[Work.ACTIVATION if is_activation else Work.GRADIENT]
+            arrival = max(clock[place], link_free.get((replica, stage, op), 0.0)) + message_seconds
+            link_free[replica, stage, op] = arrival
+            receiving = Op.RECEIVE_ACTIVATION if is_activation else Op.RECEIVE_GRADIENT
+            inbox[replica, stage + (1 if is_activation else -1), receiving].append(arrival)
+        elif op is Op.LOSS and is_whole_batch:
             lasts = [place for place in todo if place[1] == stage]
             if any(forwards_left[last] for last in lasts):
                 return False
@@ -185,67 +188,69 @@ class TestOneReplica:
         layers = plain_layers([1.0, 1.0], output_bytes=4, gradient_output_bytes=2)
         links = [Link(ranks=(0, 1), latency=0.25, bytes_per_second=16.0)]
         workload = stage_per_layer(layers, 2, step=StepCosts(loss=(0.5,)), links=links)
-        found = simulate(workload, [1, 1])
-        assert times(found, "forward", 0) == [(0, 1), (1, 2)]
-        assert times(found, "activation", 0) == [(1, 1.5), (2, 2.5)]
-        assert times(found, "forward", 1) == [(1.5, 2.5), (5, 6)]
-        assert times(found, "loss", 1) == [(2.5, 3), (6, 6.5)]
-        assert times(found, "backward", 1) == [(3, 5), (6.5, 8.5)]
-        assert times(found, "gradient", 1) == [(5, 5.375), (8.5, 8.875)]
-        assert times(found, "backward", 0) == [(5.375, 7.375), (8.875, 10.875)]
-        assert found.step_seconds == 10.875
-        assert found.busy_seconds == ((6.0, 7.0),)
-        assert found.bubble == pytest.approx(1 - 13 / (2 * 10.875))
+        timeline = simulate(workload, [1, 1])
+        assert times(timeline, "forward", 0) == [(0, 1), (1, 2)]
+        assert times(timeline, "activation", 0) == [(1, 1.5), (2, 2.5)]
+        assert times(timeline, "forward", 1) == [(1.5, 2.5), (5, 6)]
+        assert times(timeline, "loss", 1) == [(2.5, 3), (6, 6.5)]
+        assert times(timeline, "backward", 1) == [(3, 5), (6.5, 8.5)]
+        assert times(timeline, "gradient", 1) == [(5, 5.375), (8.5, 8.875)]
+        assert times(timeline, "backward", 0) == [(5.375, 7.375), (8.875, 10.875)]
+        assert timeline.step_seconds == 10.875
+        assert timeline.busy_seconds == ((6.0, 7.0),)
+        assert timeline.bubble == pytest.approx(1 - 13 / (2 * 10.875))
 
     def test_gpipe_with_messages_and_a_loss(self) -> None:
         layers = plain_layers([1.0, 1.0], output_bytes=24, gradient_output_bytes=40)
         links = [Link(ranks=(0, 1), latency=0.0, bytes_per_second=16.0)]
         workload = stage_per_layer(layers, 2, GPIPE, step=StepCosts(loss=(0.5,)), links=links)
-        found = simulate(workload, [1, 1])
+        timeline = simulate(workload, [1, 1])
         # Messages are slower than stages: they queue on the link, and stages do not wait to send.
-        assert times(found, "activation", 0) == [(1, 2.5), (2.5, 4)]
-        assert times(found, "forward", 1) == [(2.5, 3.5), (4, 5)]
-        assert times(found, "loss", 1) == [(5, 6)], "one loss over both micro-batches"
-        assert times(found, "backward", 1) == [(6, 8), (8, 10)]
-        assert times(found, "gradient", 1) == [(8, 10.5), (10.5, 13)]
-        assert times(found, "backward", 0) == [(10.5, 12.5), (13, 15)]
-        assert found.step_seconds == 15
+        assert times(timeline, "activation", 0) == [(1, 2.5), (2.5, 4)]
+        assert times(timeline, "forward", 1) == [(2.5, 3.5), (4, 5)]
+        assert times(timeline, "loss", 1) == [(5, 6)], "one loss over both micro-batches"
+        assert times(timeline, "backward", 1) == [(6, 8), (8, 10)]
+        assert times(timeline, "gradient", 1) == [(8, 10.5), (10.5, 13)]
+        assert times(timeline, "backward", 0) == [(10.5, 12.5), (13, 15)]
+        assert timeline.step_seconds == 15
 
     def test_three_stages_and_fewer_microbatches(self) -> None:
-        found = simulate(
+        timeline = simulate(
             stage_per_layer(plain_layers([1.0, 2.0, 1.0], [1.0, 2.0, 1.0]), 2), [1, 1, 1]
         )
-        assert times(found, "forward", 1) == [(1, 3), (3, 5)]
-        assert times(found, "forward", 2) == [(3, 4), (5, 6)]
-        assert times(found, "backward", 2) == [(4, 5), (6, 7)]
-        assert times(found, "backward", 1) == [(5, 7), (7, 9)]
-        assert times(found, "backward", 0) == [(7, 8), (9, 10)]
+        assert times(timeline, "forward", 1) == [(1, 3), (3, 5)]
+        assert times(timeline, "forward", 2) == [(3, 4), (5, 6)]
+        assert times(timeline, "backward", 2) == [(4, 5), (6, 7)]
+        assert times(timeline, "backward", 1) == [(5, 7), (7, 9)]
+        assert times(timeline, "backward", 0) == [(7, 8), (9, 10)]
 
     @given(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 9))
     def test_equal_stages_follow_the_textbook_formula(
         self, schedule: Schedule, stages: int, microbatches: int
     ) -> None:
         """The bubble is (stages - 1) of (micro-batches + stages - 1) time slots."""
-        found = simulate(
+        timeline = simulate(
             stage_per_layer(plain_layers([1.0] * stages), microbatches, schedule), [1] * stages
         )
-        assert found.step_seconds == 3 * (microbatches + stages - 1)
-        assert found.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
+        assert timeline.step_seconds == 3 * (microbatches + stages - 1)
+        assert timeline.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
     def test_a_message_takes_time_from_computation(self) -> None:
         step = StepCosts(message=(0.25,), update=(0.5,))
         layers = plain_layers([1.0] * 3, gradient_bytes=6)
-        found = simulate(stage_per_layer(layers, 1, step=step), [1, 1, 1])
-        assert times(found, "forward", 0) == [(0, 1.25)]
-        assert times(found, "forward", 1) == [(1.25, 2.75)], "it receives and sends"
-        assert times(found, "forward", 2) == [(2.75, 4)]
+        timeline = simulate(stage_per_layer(layers, 1, step=step), [1, 1, 1])
+        assert times(timeline, "forward", 0) == [(0, 1.25)]
+        assert times(timeline, "forward", 1) == [(1.25, 2.75)], "it receives and sends"
+        assert times(timeline, "forward", 2) == [(2.75, 4)]
         # 3 of forward, 6 of backward, 4 messages at both ends, and the optimizer.
-        assert found.step_seconds == 9 + 8 * 0.25 + 3
+        assert timeline.step_seconds == 9 + 8 * 0.25 + 3
 
-    def test_a_run_of_its_own_has_an_overhead(self) -> None:
+    def test_each_further_run_of_a_stage_has_an_overhead(self) -> None:
         layers, step = plain_layers([1.0] * 4), StepCosts(run_overhead_seconds=(0.5,))
-        replicas = ((0, 1),), ((0, 1), (2, 3))
-        one, two = (Workload(layers, step, plain_cluster(4), m, ONE_F_ONE_B, 1) for m in replicas)
+        one, two = (
+            Workload(layers, step, plain_cluster(4), replicas, ONE_F_ONE_B, 1)
+            for replicas in (((0, 1),), ((0, 1), (2, 3)))
+        )
         costs = one.stage_cost(0, 0, range(2), {1}).seconds
         assert (costs[Work.FORWARD], costs[Work.BACKWARD]) == (2, 4)
         assert costs[Work.RECOMPUTE] == 1.5
@@ -256,7 +261,7 @@ class TestOneReplica:
     def test_recomputation_hides_in_idle_time(self) -> None:
         layers = plain_layers([1.0, 1.0])
         plain, recomputed = (
-            simulate(stage_per_layer(layers, 2), [1, 1], which) for which in ((), (0,))
+            simulate(stage_per_layer(layers, 2), [1, 1], recompute) for recompute in ((), (0,))
         )
         assert times(plain, "backward", 0) == [(4, 6), (7, 9)]
         # Before the gradients arrive, at 4 and at 7.
@@ -266,17 +271,17 @@ class TestOneReplica:
         assert recomputed.busy_seconds == ((8.0, 6.0),)
 
     def test_recomputation_delays_a_stage_without_idle_time(self) -> None:
-        found = simulate(stage_per_layer(plain_layers([1.0, 1.0]), 2), [1, 1], (1,))
-        assert times(found, "recompute", 1) == [(2, 3), (6, 7)]
-        assert times(found, "backward", 1) == [(3, 5), (7, 9)]
-        assert found.step_seconds == 11
+        timeline = simulate(stage_per_layer(plain_layers([1.0, 1.0]), 2), [1, 1], (1,))
+        assert times(timeline, "recompute", 1) == [(2, 3), (6, 7)]
+        assert times(timeline, "backward", 1) == [(3, 5), (7, 9)]
+        assert timeline.step_seconds == 11
 
-    def test_only_some_of_a_stage_s_layers_are_recomputed(self) -> None:
+    def test_some_layers_of_a_stage_can_be_recomputed(self) -> None:
         workload = stage_per_layer(plain_layers([1.0, 0.5]), 1)
         workload = replace(workload, cluster=plain_cluster(1), replicas=((0,),))
-        found = simulate(workload, [2], (1,))
-        assert times(found, "recompute", 0) == [(1.5, 2.0)]
-        assert found.step_seconds == 5.0
+        timeline = simulate(workload, [2], (1,))
+        assert times(timeline, "recompute", 0) == [(1.5, 2.0)]
+        assert timeline.step_seconds == 5.0
 
 
 def two_replicas(
@@ -309,37 +314,39 @@ def two_replicas(
 
 class TestTwoReplicas:
     def test_the_slower_replica_sets_the_step_of_1f1b(self) -> None:
-        found = simulate(two_replicas(3, layers=plain_layers([1.0])), [1])
-        assert times(found, "backward", 0) == [(1, 3), (4, 6)], "it has two of three micro-batches"
-        assert times(found, "backward", 0, replica=1) == [(2, 6)]
-        assert found.busy_seconds == ((6.0,), (6.0,))
+        timeline = simulate(two_replicas(3, layers=plain_layers([1.0])), [1])
+        assert times(timeline, "backward", 0) == [(1, 3), (4, 6)], (
+            "it has two of three micro-batches"
+        )
+        assert times(timeline, "backward", 0, replica=1) == [(2, 6)]
+        assert timeline.busy_seconds == ((6.0,), (6.0,))
 
     def test_losses_of_gpipe_wait_for_all_replicas(self) -> None:
         step = StepCosts(loss=(0.5, 1.0))
         workload = two_replicas(4, GPIPE, layers=plain_layers([1.0, 1.0]), step=step, stages=2)
-        found = simulate(workload, [1, 1])
-        assert times(found, "forward", 1)[-1] == (2, 3)
-        assert times(found, "forward", 1, replica=1)[-1] == (4, 6)
+        timeline = simulate(workload, [1, 1])
+        assert times(timeline, "forward", 1)[-1] == (2, 3)
+        assert times(timeline, "forward", 1, replica=1)[-1] == (4, 6)
         # Over the outputs of all replicas: four micro-batches.
-        assert times(found, "loss", 1) == [(6, 8)]
-        assert times(found, "loss", 1, replica=1) == [(6, 10)]
-        assert times(found, "backward", 1)[0] == (8, 10)
+        assert times(timeline, "loss", 1) == [(6, 8)]
+        assert times(timeline, "loss", 1, replica=1) == [(6, 10)]
+        assert times(timeline, "backward", 1)[0] == (8, 10)
 
     def test_a_replica_without_micro_batches_does_nothing(self) -> None:
-        found = simulate(two_replicas(1, GPIPE, layers=plain_layers([1.0])), [1])
-        assert {activity.replica for activity in found.activities} == {0}
-        assert found.step_seconds == 3
-        assert found.busy_seconds == ((3.0,), (0.0,))
+        timeline = simulate(two_replicas(1, GPIPE, layers=plain_layers([1.0])), [1])
+        assert {activity.replica for activity in timeline.activities} == {0}
+        assert timeline.step_seconds == 3
+        assert timeline.busy_seconds == ((3.0,), (0.0,))
 
     def test_gradients_travel_after_the_last_backward(self) -> None:
         layers = plain_layers([1.0], gradient_bytes=6)
         links = [Link(ranks=(0, 1), latency=0.25, bytes_per_second=4.0)]
         step = StepCosts(update=(1 / 6, 1 / 6))
-        found = simulate(two_replicas(2, layers=layers, links=links, step=step), [1])
+        timeline = simulate(two_replicas(2, layers=layers, links=links, step=step), [1])
         # In a ring of two: half of it to the other and back, each after a latency.
-        assert times(found, "sync", 0) == [(3, 5)]
-        assert times(found, "sync", 0, replica=1) == [(6, 8)]
-        assert found.step_seconds == 9
+        assert times(timeline, "sync", 0) == [(3, 5)]
+        assert times(timeline, "sync", 0, replica=1) == [(6, 8)]
+        assert timeline.step_seconds == 9
 
     @pytest.mark.parametrize(("seconds", "tail"), [(1.0, 1.0), (3.0, 3.0), (4.0, 5.0)])
     def test_buckets_travel_during_backward(self, seconds: float, tail: float) -> None:
@@ -357,8 +364,8 @@ class TestTwoReplicas:
         assert workload.sync_tail(0, 0, range(3)) == pytest.approx(0.5)
 
     def test_the_slowest_link_of_three_replicas_counts(self) -> None:
-        ways = [((0, 1), 8.0), ((1, 2), 4.0), ((0, 2), 2.0)]
-        links = [Link(ranks=ranks, latency=0.5, bytes_per_second=b) for ranks, b in ways]
+        bandwidths = [((0, 1), 8.0), ((1, 2), 4.0), ((0, 2), 2.0)]
+        links = [Link(ranks=ranks, latency=0.5, bytes_per_second=b) for ranks, b in bandwidths]
         workload = Workload(
             plain_layers([1.0], gradient_bytes=6),
             StepCosts(),

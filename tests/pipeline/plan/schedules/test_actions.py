@@ -19,7 +19,7 @@ microbatch_counts = st.integers(0, 12)
 extras = st.integers(0, 3)
 
 
-def actions(
+def actions_of_stages(
     schedule: Schedule, stages: int, microbatches: int, extra: int = 0
 ) -> list[list[Action]]:
     return [
@@ -28,48 +28,51 @@ def actions(
     ]
 
 
-def of(op: Op, schedule: list[Action]) -> list[int]:
-    return [action.microbatch for action in schedule if action.op is op]
+def microbatches_of(op: Op, actions: list[Action]) -> list[int]:
+    return [action.microbatch for action in actions if action.op is op]
 
 
 class Simulation:
     """Simulation of all stages; messages on a link arrive in the order of sending."""
 
-    def __init__(self, schedules: list[list[Action]]) -> None:
-        self.schedules = schedules
-        self.position = [0] * len(schedules)
+    def __init__(self, actions: list[list[Action]]) -> None:
+        self.actions = actions
+        # Number of actions that each stage has done.
+        self.position = [0] * len(actions)
         # (stage that receives, kind of message) -> micro-batches on their way.
         self.links: dict[tuple[int, str], deque[int]] = {
-            (stage, kind): deque() for stage in range(len(schedules)) for kind in ("down", "up")
+            (stage, kind): deque()
+            for stage in range(len(actions))
+            for kind in ("activation", "gradient")
         }
-        self.has_input = [set[int]() for _ in schedules]
-        self.has_output = [set[int]() for _ in schedules]
-        self.has_gradient = [set[int]() for _ in schedules]
-        self.done = [set[int]() for _ in schedules]
+        self.has_input = [set[int]() for _ in actions]
+        self.has_output = [set[int]() for _ in actions]
+        self.has_gradient = [set[int]() for _ in actions]
+        self.done = [set[int]() for _ in actions]
 
     def run(self) -> None:
         """Advance every stage as far as possible, until all reach the end."""
-        while any(self.step(stage) for stage in range(len(self.schedules))):
+        while any(self.step(stage) for stage in range(len(self.actions))):
             pass
-        for stage, own in enumerate(self.schedules):
+        for stage, own in enumerate(self.actions):
             assert self.position[stage] == len(own), (
                 f"stage {stage} waits for ever for {own[self.position[stage]]}"
             )
         assert not any(self.links.values()), "a message was sent and not received"
 
     def step(self, stage: int) -> bool:
-        if self.position[stage] == len(self.schedules[stage]):
+        if self.position[stage] == len(self.actions[stage]):
             return False
-        action = self.schedules[stage][self.position[stage]]
+        action = self.actions[stage][self.position[stage]]
         if not self.perform(stage, action.op, action.microbatch):
             return False
         self.position[stage] += 1
         return True
 
     def perform(self, stage: int, op: Op, m: int) -> bool:
-        last = stage == len(self.schedules) - 1
+        last = stage == len(self.actions) - 1
         if op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
-            link = self.links[stage, "down" if op is Op.RECEIVE_ACTIVATION else "up"]
+            link = self.links[stage, "activation" if op is Op.RECEIVE_ACTIVATION else "gradient"]
             if not link:
                 return False
             assert link.popleft() == m, "received in another order than sent"
@@ -81,7 +84,7 @@ class Simulation:
         elif op is Op.SEND_ACTIVATION:
             assert m in self.has_output[stage]
             assert not last
-            self.links[stage + 1, "down"].append(m)
+            self.links[stage + 1, "activation"].append(m)
         elif op is Op.LOSS:
             assert last
             self.has_gradient[stage] |= self.has_output[stage] if m == ALL_MICROBATCHES else {m}
@@ -91,7 +94,7 @@ class Simulation:
             self.done[stage].add(m)
         else:
             assert m in self.done[stage]
-            self.links[stage - 1, "up"].append(m)
+            self.links[stage - 1, "gradient"].append(m)
         return True
 
 
@@ -100,7 +103,7 @@ class Simulation:
 def test_all_stages_together_reach_the_end(
     schedule: Schedule, stages: int, microbatches: int, extra: int
 ) -> None:
-    simulation = Simulation(actions(schedule, stages, microbatches, extra))
+    simulation = Simulation(actions_of_stages(schedule, stages, microbatches, extra))
     simulation.run()
     assert simulation.done == [set(range(microbatches))] * stages
 
@@ -110,19 +113,19 @@ def test_every_microbatch_runs_once_and_in_order(
     schedule: Schedule, stages: int, microbatches: int, extra: int
 ) -> None:
     everything = list(range(microbatches))
-    for stage, own in enumerate(actions(schedule, stages, microbatches, extra)):
+    for stage, own in enumerate(actions_of_stages(schedule, stages, microbatches, extra)):
         for op in (Op.FORWARD, Op.BACKWARD):
-            assert of(op, own) == everything
+            assert microbatches_of(op, own) == everything
         for op in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT):
-            assert of(op, own) == (everything if stage > 0 else [])
+            assert microbatches_of(op, own) == (everything if stage > 0 else [])
         for op in (Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT):
-            assert of(op, own) == (everything if stage < stages - 1 else [])
+            assert microbatches_of(op, own) == (everything if stage < stages - 1 else [])
 
 
-def in_flight(schedule: list[Action]) -> int:
+def in_flight(actions: list[Action]) -> int:
     """Return the largest number of micro-batches between forward and backward."""
     held = most = 0
-    for action in schedule:
+    for action in actions:
         held += (action.op is Op.FORWARD) - (action.op is Op.BACKWARD)
         most = max(most, held)
     return most
@@ -132,7 +135,7 @@ def in_flight(schedule: list[Action]) -> int:
 def test_stages_before_the_last_run_ahead_by_the_extra_micro_batches(
     schedule: Schedule, stages: int, microbatches: int, extra: int
 ) -> None:
-    for stage, own in enumerate(actions(schedule, stages, microbatches, extra)):
+    for stage, own in enumerate(actions_of_stages(schedule, stages, microbatches, extra)):
         ahead = stages - stage + (extra if stage < stages - 1 else 0)
         expected = microbatches if schedule == GPIPE else min(ahead, microbatches)
         assert in_flight(own) == expected
@@ -141,26 +144,30 @@ def test_stages_before_the_last_run_ahead_by_the_extra_micro_batches(
 
 @given(stage_counts, microbatch_counts)
 def test_1f1b_holds_as_few_micro_batches_as_possible(stages: int, microbatches: int) -> None:
-    for stage, own in enumerate(actions(ONE_F_ONE_B, stages, microbatches)):
+    all_actions = actions_of_stages(ONE_F_ONE_B, stages, microbatches)
+    for stage, own in enumerate(all_actions):
         assert in_flight(own) == min(stages - stage, microbatches)
         assert ONE_F_ONE_B.max_in_flight(stages, stage, microbatches) == in_flight(own)
     for m in range(microbatches):
         # The last stage runs each backward right after its forward: the gradient leaves early.
-        at = own.index(Action(Op.FORWARD, m))
-        assert own[at + 1 : at + 3] == [Action(Op.LOSS, m), Action(Op.BACKWARD, m)]
+        forward = all_actions[-1].index(Action(Op.FORWARD, m))
+        assert all_actions[-1][forward + 1 : forward + 3] == [
+            Action(Op.LOSS, m),
+            Action(Op.BACKWARD, m),
+        ]
 
 
 @given(stage_counts, microbatch_counts)
 def test_gpipe_computes_one_loss_between_all_forwards_and_all_backwards(
     stages: int, microbatches: int
 ) -> None:
-    *others, last = actions(GPIPE, stages, microbatches)
-    assert not any(of(Op.LOSS, schedule) for schedule in others)
+    *others, last = actions_of_stages(GPIPE, stages, microbatches)
+    assert not any(microbatches_of(Op.LOSS, actions) for actions in others)
     computed = [a.op for a in last if a.op in (Op.FORWARD, Op.LOSS, Op.BACKWARD)]
     assert computed == [Op.FORWARD] * microbatches + [Op.LOSS] + [Op.BACKWARD] * microbatches
-    assert of(Op.LOSS, last) == [ALL_MICROBATCHES]
-    for schedule in others:
-        assert in_flight(schedule) == microbatches
+    assert microbatches_of(Op.LOSS, last) == [ALL_MICROBATCHES]
+    for actions in others:
+        assert in_flight(actions) == microbatches
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class TestGroup:
         assert replicas_of(group_into_slots(plain_cluster(4), 2)) == ((0, 2), (1, 3))
         assert group_into_slots(plain_cluster(3), 1) == ((0, 1, 2),)
 
-    def test_the_slowest_device_sets_a_stage_s_power(self) -> None:
+    def test_the_slowest_device_sets_the_power_of_its_stage(self) -> None:
         cluster = plain_cluster(4, powers=[1.0, 0.9, 0.3, 0.4])
         assert [slot_power(cluster, slot) for slot in group_into_slots(cluster, 2)] == [0.9, 0.3]
 
@@ -79,23 +79,23 @@ class TestOrder:
         assert communication_costs(cluster, ((0, 2), (1, 3)), 100) == pytest.approx([2.0, 10.0])
 
     def test_the_slowest_link_of_a_ring_counts(self) -> None:
-        ways = [link(0, 1, 8.0), link(1, 2, 4.0), link(2, 0, 2.0)]
-        cluster = plain_cluster(3, links=ways)
+        links = [link(0, 1, 8.0), link(1, 2, 4.0), link(2, 0, 2.0)]
+        cluster = plain_cluster(3, links=links)
         assert communication_costs(cluster, ((0, 1, 2),), 100) == pytest.approx([50.0])
 
     def test_the_largest_ratio_is_first(self) -> None:
         # Compute times are equal, so the smallest communication cost comes first:
         # 1/4, 1/2 and 1/4 of the bytes over 10, 40 and 1 bytes a second.
         powers = [0.5, 1.0, 0.5]
-        ways = [link(0, 3, 10.0), link(1, 4, 40.0), link(2, 5, 1.0)]
-        cluster = plain_cluster(6, powers=powers * 2, links=ways)
+        links = [link(0, 3, 10.0), link(1, 4, 40.0), link(2, 5, 1.0)]
+        cluster = plain_cluster(6, powers=powers * 2, links=links)
         slots = ((0, 3), (1, 4), (2, 5))
         assert communication_costs(cluster, slots, 400) == pytest.approx([10.0, 5.0, 100.0])
         assert order_by_ratio(cluster, slots, 8.0, 400) == ((1, 4), (0, 3), (2, 5))
 
     def test_ties_keep_their_order(self) -> None:
-        ways = [link(0, 3, 1.0), link(1, 4, 2.0), link(2, 5, 1.0)]
-        cluster = plain_cluster(6, links=ways)
+        links = [link(0, 3, 1.0), link(1, 4, 2.0), link(2, 5, 1.0)]
+        cluster = plain_cluster(6, links=links)
         slots = ((0, 3), (1, 4), (2, 5))
         assert order_by_ratio(cluster, slots, 8.0, 400) == ((1, 4), (0, 3), (2, 5))
         assert order_by_ratio(cluster, slots, 0.0, 400) == slots, "no time: all ratios are 0"
@@ -123,30 +123,29 @@ class TestDistinctOrders:
         assert self.count(plain_cluster(4), 2) == 1
 
     def test_sixteen_equal_devices_have_one_order_too(self) -> None:
-        ways = [link(a, b, 1e9, 1e-4) for a in range(16) for b in range(a)]
-        assert self.count(plain_cluster(16, links=ways), 16) == 1
+        links = [link(a, b, 1e9, 1e-4) for a in range(16) for b in range(a)]
+        assert self.count(plain_cluster(16, links=links), 16) == 1
 
     def test_orders_of_different_devices_are_distinct(self) -> None:
-        def of(*limits: int) -> int:
+        def with_memory_limits(*limits: int) -> int:
             return self.count(plain_cluster(len(limits), limits=limits), len(limits))
 
-        assert of(1, 2, 3) == 6
-        assert of(1, 1, 2) == 3
-        assert of(1, 1, 2, 2) == 6
-        assert of(1, 1, 1, 1, 2) == 5
+        assert with_memory_limits(1, 2, 3) == 6
+        assert with_memory_limits(1, 1, 2) == 3
+        assert with_memory_limits(1, 1, 2, 2) == 6
+        assert with_memory_limits(1, 1, 1, 1, 2) == 5
 
     def test_orders_with_different_links_are_distinct(self) -> None:
         # The link 0-1 is fast: its ranks are neighbours at the front or at the back, or apart.
         cluster = plain_cluster(3, links=[link(0, 1, 9.0), link(0, 2, 1.0), link(1, 2, 1.0)])
         assert self.count(cluster, 3) == 3
-        # Two hosts with two devices each: whether the first and second, second and third, and
-        # third and fourth are on one host.
+        # Two hosts with two devices each: the stages' hosts are aabb, abab or abba.
         assert self.count(devices_on_hosts("aabb"), 4) == 3
 
     def test_the_last_link_of_a_ring_counts(self) -> None:
         # Stages 0 and 1 differ only in the link from the last replica to the first.
-        ways = [link(a, b, 5.0) for a in range(6) for b in range(a)]
-        cluster = plain_cluster(6, links=[link(5, 3, 1.0), *ways])
+        links = [link(a, b, 1.0 if (a, b) == (5, 3) else 5.0) for a in range(6) for b in range(a)]
+        cluster = plain_cluster(6, links=links)
         assert len(list(distinct_orders(cluster, ((0, 1, 2), (3, 4, 5))))) == 2
 
     @settings(max_examples=examples(60))
