@@ -1,4 +1,4 @@
-"""Writer of stores: a whole store is there at any moment, and damaged, old or hostile manifests are
+"""Writer of stores: a whole store is there at any time, and damaged, old or hostile manifests are
 refused."""
 
 from __future__ import annotations

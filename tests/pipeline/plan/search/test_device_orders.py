@@ -119,8 +119,8 @@ class TestAgainstEveryPlan:
         cluster = Cluster(kinds=("a", "b"), devices=(Device(kind=0), Device(kind=1)))
         workload = Workload(layers, StepCosts(), cluster, ((0,), (1,)), GPIPE, 5)
         # 3 * 10 bytes for each of two layers; the recomputed one needs 10 bytes temporarily.
-        found = search_plan(with_memory_limit(workload, 40), 1)
-        assert (found.recompute, found.seconds) == ((0,), 42.0)
+        result = search_plan(with_memory_limit(workload, 40), 1)
+        assert (result.recompute, result.seconds) == ((0,), 42.0)
 
     @settings(exhaustive, max_examples=examples(60))
     @given(randoms, st.sampled_from(["never", "always"]), schedules)
@@ -142,19 +142,19 @@ class TestAgainstEveryPlan:
             with pytest.raises(ConfigError, match="no plan fits"):
                 search_plan(workload)
             return
-        found = search_plan(workload)
-        check_sound(found)
-        assert optimum * (1 - 1e-9) <= found.seconds <= optimum * (1 + OPTIMALITY_GAP)
+        result = search_plan(workload)
+        check_sound(result)
+        assert optimum * (1 - 1e-9) <= result.seconds <= optimum * (1 + OPTIMALITY_GAP)
 
     @settings(exhaustive, max_examples=examples(40))
     @given(randoms, schedules)
     def test_a_given_order_is_kept(self, random: Random, schedule: Schedule) -> None:
         workload = small_workload(random, stages=3, schedule=schedule)
-        found = search_plan(workload, keep_order=True)
-        check_sound(found)
-        assert found.workload.replicas == workload.replicas
+        result = search_plan(workload, keep_order=True)
+        check_sound(result)
+        assert result.workload.replicas == workload.replicas
         optimum = min(step_seconds(workload, split) for split in splits(workload))
-        assert found.seconds <= optimum * (1 + OPTIMALITY_GAP)
+        assert result.seconds <= optimum * (1 + OPTIMALITY_GAP)
 
 
 class TestStart:
@@ -242,20 +242,20 @@ class TestStart:
             by_rank = dict(zip(start.replicas[0], limits, strict=True))
             start = limited(start, [by_rank[rank] for rank in range(4)])
         try:
-            found = search_plan(start, 4)
+            result = search_plan(start, 4)
         except ConfigError:
             assert smallest_limit(start) > min(d.memory_limit or 0 for d in start.cluster.devices)
             return
-        check_sound(found)
+        check_sound(result)
         for recompute in ((), range(14)):
             timeline = simulate(start, split, recompute)
             if all(
                 peak <= (start.memory_limit(stage) or inf)
                 for stage, peak in enumerate(timeline.peak_bytes)
             ):
-                assert found.seconds <= timeline.step_seconds * (1 + 1e-12)
-                assert found.start_seconds <= timeline.step_seconds * (1 + 1e-12)
-        assert found.seconds <= found.start_seconds
+                assert result.seconds <= timeline.step_seconds * (1 + 1e-12)
+                assert result.start_seconds <= timeline.step_seconds * (1 + 1e-12)
+        assert result.seconds <= result.start_seconds
 
 
 class TestMemory:
@@ -316,11 +316,11 @@ class TestDegenerate:
 
     def test_one_stage(self) -> None:
         layers = plain_layers([1.0, 2.0, 3.0])
-        found = search_plan(
+        result = search_plan(
             Workload(layers, StepCosts(), plain_cluster(1), ((0,),), ONE_F_ONE_B, 2), 1
         )
-        assert (found.split, found.recompute, found.seconds) == ((3,), (), 36.0)
-        assert found.start_seconds == 36.0
+        assert (result.split, result.recompute, result.seconds) == ((3,), (), 36.0)
+        assert result.start_seconds == 36.0
 
     def test_one_layer(self) -> None:
         workload = Workload(
@@ -329,18 +329,18 @@ class TestDegenerate:
         with pytest.raises(ConfigError, match=r"at least 2 layers for 2 ranks, .* got 1"):
             search_plan(workload)
         # One stage makes the two devices two replicas.
-        found = search_plan(workload, 1)
-        assert (found.workload.replicas, found.split) == (((0,), (1,)), (1,))
-        assert found.seconds == 3.0
+        result = search_plan(workload, 1)
+        assert (result.workload.replicas, result.split) == (((0,), (1,)), (1,))
+        assert result.seconds == 3.0
         alone = replace(workload, cluster=plain_cluster(1), replicas=((0,),))
         assert search_plan(alone).seconds == 6.0
 
     def test_as_many_stages_as_layers(self) -> None:
         layers = plain_layers([3.0, 1.0, 2.0])
         workload = Workload(layers, StepCosts(), plain_cluster(3), ((0, 1, 2),), GPIPE, 2)
-        found = search_plan(workload, 3)
-        assert found.split == (1, 1, 1)
-        assert found.seconds == found.start_seconds == step_seconds(workload, (1, 1, 1))
+        result = search_plan(workload, 3)
+        assert result.split == (1, 1, 1)
+        assert result.seconds == result.start_seconds == step_seconds(workload, (1, 1, 1))
 
     def test_more_stages_than_layers(self) -> None:
         workload = Workload(
@@ -354,25 +354,25 @@ class TestDegenerate:
     def test_layers_without_any_time(self, schedule: Schedule, limit: int | None) -> None:
         layers = plain_layers([0.0] * 5, parameter_bytes=100, gradient_bytes=100, saved_bytes=9)
         workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), schedule, 3)
-        found = search_plan(with_memory_limit(workload, limit), 2)
-        check_sound(found)
-        assert found.seconds == 0.0
+        result = search_plan(with_memory_limit(workload, limit), 2)
+        check_sound(result)
+        assert result.seconds == 0.0
 
     def test_some_layers_without_any_time(self) -> None:
         layers = plain_layers([0.0, 4.0, 0.0, 0.0, 4.0, 0.0])
         workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 4)
-        found = search_plan(workload, 2)
+        result = search_plan(workload, 2)
         # 12 s a stage and micro-batch, four of them and one to fill; any cut between 2 and 4.
-        assert found.seconds == 60.0
-        assert found.split[0] in (2, 3, 4)
+        assert result.seconds == 60.0
+        assert result.split[0] in (2, 3, 4)
 
     def test_ties_have_the_same_result_every_time(self) -> None:
         layers = plain_layers([1.0] * 8)
         workload = Workload(layers, StepCosts(), plain_cluster(4), ((0, 1, 2, 3),), ONE_F_ONE_B, 4)
-        found = {
+        plans = {
             (d.workload.replicas, d.split) for d in (search_plan(workload, 4) for _ in range(3))
         }
-        assert found == {(((0, 1, 2, 3),), (2, 2, 2, 2))}
+        assert plans == {(((0, 1, 2, 3),), (2, 2, 2, 2))}
 
     def test_one_microbatch(self) -> None:
         # Nothing overlaps, and only layers take time: every split is equally fast.
@@ -397,12 +397,12 @@ class TestLittleTime:
     def test_the_gap_is_wider_after_the_time_limit(self, hard: Workload) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(device_orders, "SplitProgram", partial(SplitProgram, seconds=0.0))
-            found = search_plan(hard, keep_order=True)
-        check_sound(found)
+            result = search_plan(hard, keep_order=True)
+        check_sound(result)
         best = search_plan(hard, keep_order=True)
-        assert best.seconds <= found.seconds
-        assert best.seconds >= found.seconds * (1 - found.gap)
-        assert found.gap > best.gap
+        assert best.seconds <= result.seconds
+        assert best.seconds >= result.seconds * (1 - result.gap)
+        assert result.gap > best.gap
 
 
 class TestManyOrders:
@@ -416,10 +416,10 @@ class TestManyOrders:
         workload = large_workload(random, 10, 4, microbatches, gpt=random.random() < 0.5)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(device_orders, "_MAX_ORDERS", 1)
-            found = search_plan(workload, 4)
-        check_sound(found)
-        assert found.seconds <= found.start_seconds
-        assert found.seconds >= search_plan(workload, 4).seconds * (1 - OPTIMALITY_GAP)
+            result = search_plan(workload, 4)
+        check_sound(result)
+        assert result.seconds <= result.start_seconds
+        assert result.seconds >= search_plan(workload, 4).seconds * (1 - OPTIMALITY_GAP)
 
     @settings(exhaustive, max_examples=examples(60))
     @given(randoms, st.integers(2, 3))
