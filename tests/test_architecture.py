@@ -45,9 +45,8 @@ CONCERNS_LIGHTNING = re.compile(
 )
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve"}
-# The only files that may hold private names of torch or Lightning, each name with its reason. Rooms
-# below the top floor cannot import the first where it imports Lightning: what they need of torch
-# goes into the second.
+# The only files that may hold private names of torch or Lightning, each name with its reason. The
+# first may import Lightning, so rooms below the top floor use the second, which has names of torch.
 COMPAT = {f"{PACKAGE}/_compat.py", f"{PACKAGE}/core/_compat.py"}
 
 
@@ -168,7 +167,7 @@ def test_file_states_why_it_exists(file: Path) -> None:
         (
             "pipeline/x.py",
             "from importlib import import_module as i\nimport pytorch_lightning",
-            "no Li",
+            "no Lightning",
         ),
         ("memory/x.py", "import importlib\nimportlib.import_module('lightning')", "no Lightning"),
         ("memory/x.py", "from lightning_dlres.pipeline import stage", "arrows go down"),
@@ -184,7 +183,7 @@ def test_file_states_why_it_exists(file: Path) -> None:
         (
             "strategies/x.py",
             "from lightning.pytorch.trainer.call import _call_lightning_module_hook",
-            "is p",
+            "is private",
         ),
     ],
 )

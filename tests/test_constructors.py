@@ -13,11 +13,11 @@ import lightning_dlres as dlres
 from lightning_dlres.pipeline.profile.cluster import Device, Link
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile
 
-ABSENT = object()
+# The last sentence of a message, which says what to do.
 FIX = r"\. [A-Z].*\.$"
 # Values by name, most of them wrong for most arguments. `TABLE` names the values that are valid.
 WRONG: dict[str, Any] = {
-    "object": ABSENT,
+    "object": object(),
     "complex": 1j,
     "bytes": b"x",
     "dict": {"a": 1},
@@ -40,10 +40,6 @@ WRONG: dict[str, Any] = {
 PATH = {"digits", "word"}
 NUMBERS = {"true", "nan", "infinite", "negative", "negative fraction", "zero", "fraction"}
 SIZE = {"digits", "zero", "none"}
-
-
-def _node(**arguments: Any) -> Any:
-    return dlres.PrefetchCacheNode(**arguments)
 
 
 # For each constructor: its other arguments, and for each argument the names of valid values.
@@ -179,7 +175,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
         },
     ),
     "PrefetchCacheNode": (
-        _node,
+        dlres.PrefetchCacheNode,
         {"source": "data"},
         {
             "source": PATH,
@@ -232,20 +228,20 @@ CASES = [(name, argument) for name, (_, _, arguments) in TABLE.items() for argum
 
 @pytest.mark.parametrize(("name", "argument"), CASES, ids=lambda value: value)
 def test_wrong_values_are_refused_with_the_name_of_the_argument(name: str, argument: str) -> None:
-    make, others, arguments = TABLE[name]
+    make, others, valid_kinds = TABLE[name]
     failures = []
     for kind, value in WRONG.items():
         try:
             make(**{**others, argument: value})
         except dlres.ConfigError as error:
-            if kind in arguments[argument]:
+            if kind in valid_kinds[argument]:
                 failures.append(f"{kind}: refused: {error}")
             elif not re.match(rf"(\w+\.)?{argument}\b.* must be .*, got .*{FIX}", str(error)):
                 failures.append(f"{kind}: {error}")
         except Exception as error:
             failures.append(f"{kind}: {type(error).__name__}: {error}")
         else:
-            if kind not in arguments[argument]:
+            if kind not in valid_kinds[argument]:
                 failures.append(f"{kind}: accepted")
     assert failures == []
 

@@ -180,7 +180,7 @@ def train(out: Path, case: Mapping[str, Any]) -> None:
         "recomputed": sum(index in plan.recompute for index in plan.layers_of(stage)),
         "planned": planned,
         "measured": sorted(peaks)[len(peaks) // 2],
-        "all": peaks,
+        "peaks": peaks,
     }
     if trainer.is_global_zero:
         (out / "plan.json").write_text(plan.to_json())

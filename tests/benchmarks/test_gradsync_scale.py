@@ -1,4 +1,4 @@
-"""The benchmark of many hosts runs to its end on few of them."""
+"""The benchmark of simulated hosts runs to its end on a few of them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_every_figure_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("codec", "topology"), gradsync_scale.CONTENDERS.values())
-def test_bytes_on_the_links_are_those_of_the_plan(codec: str, topology: str) -> None:
+def test_links_are_busy_for_the_bytes_of_the_plan(codec: str, topology: str) -> None:
     stated = gradsync_scale.Stated(gradients=3, elements=1 << 15, message_seconds=0.0)
     step = gradsync_scale.stated_step(4, codec, topology, stated)
     # Each unit passes N - 1 links on its way to the sum, and N - 1 links after it.
-    expected = 2 * 3 * sum(step.payload_bytes) / stated.bandwidth
-    assert sum(simulate(step).sending_busy) == pytest.approx(expected)
+    expected_seconds = 2 * 3 * sum(step.payload_bytes) / stated.bandwidth
+    assert sum(simulate(step).sending_busy) == pytest.approx(expected_seconds)
 
 
 @pytest.mark.root

@@ -14,8 +14,9 @@ from benchmarks.support import command
 from benchmarks.support.testbed import reason_unavailable
 
 
-def test_the_bound_is_slowest_stage_and_fill() -> None:
-    # Even: 16 micro-batches of 2.5 and one of 0.625; ideal: 17 of 1.
+def test_the_bound_is_that_of_the_slowest_stage_and_of_filling_the_pipeline() -> None:
+    # With halves, the slow stage takes 0.5 / 0.2 per micro-batch, and the fast one adds 0.5 / 0.8.
+    # With the best split, each stage takes 1.
     assert bound_on_ratio((0.8, 0.2), 16) == pytest.approx((16 * 2.5 + 0.625) / 17)
     assert bound_on_ratio((0.8, 0.8), 16) == pytest.approx(1.0)
 

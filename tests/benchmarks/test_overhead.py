@@ -11,15 +11,15 @@ from benchmarks import overhead
 from tests.support.rank_pool import RankContext, RankPool
 
 
-def printed(context: RankContext) -> list[str]:
-    """Measure on a rank of the pool: a process group and its variables stay behind."""
+def printed_lines(context: RankContext) -> list[str]:
+    """Measure on a rank of the pool, because the benchmark leaves a process group behind."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert overhead.main(["--quick"]) == 0
     return out.getvalue().splitlines()
 
 
 def test_every_figure_is_reported(pool: RankPool) -> None:
-    line = json.loads(pool.run(printed, 1)[0][-1])
+    line = json.loads(pool.run(printed_lines, 1)[0][-1])
     assert list(line["checks"]) == [
         "ActivationOffload over plain, step of 10 ms",
         "dlres_hetero_pipe over plain, step of 10 ms",
@@ -32,11 +32,11 @@ def test_every_figure_is_reported(pool: RankPool) -> None:
     targets = [check["target"] for check in line["checks"].values()]
     assert targets == [1.01, 1.03, 1.01, 0.95, 0.95, 0.95]
     steps = line["raw"]["steps"]["10 ms"]
-    assert all(len(found) == 2 for found in steps["seconds"].values())
-    assert [[len(found) for found in pair] for pair in steps["in one training"]] == [[2, 2]]
+    assert all(len(times) == 2 for times in steps["seconds"].values())
+    assert [[len(times) for times in pair] for pair in steps["in one training"]] == [[2, 2]]
 
 
-def test_each_way_comes_at_other_places() -> None:
+def test_every_way_runs_first_in_some_round() -> None:
     orders = [overhead.turned(["a", "b", "c"], turn) for turn in range(6)]
     assert all(sorted(order) == ["a", "b", "c"] for order in orders)
     assert {order[0] for order in orders} == {"a", "b", "c"}

@@ -11,7 +11,9 @@ from benchmarks.support.testbed import reason_unavailable
 
 
 @pytest.mark.root
-def test_the_same_plan_runs_with_and_without(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_runs_with_and_without_recomputation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     if reason := reason_unavailable():
         pytest.skip(reason)
     assert recompute.main(["--quick"]) == 0

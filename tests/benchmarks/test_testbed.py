@@ -30,7 +30,7 @@ from tests.support.scripts import StartScript
 from tests.support.waiting import wait_until
 
 PORT = "5000"
-# Prints the cores that it got: CPU seconds by seconds.
+# Uses a core for a second, and prints the share that it got: CPU seconds per second.
 USE_CPU = """
 import time
 start, used = time.monotonic(), time.process_time()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.support.virtual_ranks import VirtualRanks
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
-from tests.gradsync.execute.test_saved_states import SHAPES, Linear, gradients
+from tests.support.linear_loss import SHAPES, LinearLoss, random_gradients
 from tests.support.rank_pool import RankContext, RankPool
 
 STEPS = 3
@@ -22,7 +22,7 @@ def real_means(
     context: RankContext, algorithm: str, options: dict[str, Any] | None
 ) -> list[dict[str, Tensor]]:
     context.init_process_group()
-    model = Linear()
+    model = LinearLoss()
     state = GradientSyncState(
         algorithm=algorithm,
         codec_options=options,
@@ -36,7 +36,7 @@ def real_means(
     means = []
     for step in range(STEPS):
         model.zero_grad()
-        wrapped(gradients(context.rank, step)).backward()
+        wrapped(random_gradients(context.rank, step)).backward()
         means.append({name: p.grad.clone() for name, p in model.named_parameters()})
     state.close()
     return means
@@ -58,9 +58,9 @@ def test_the_means_are_those_of_real_ranks(
     world_size = 3
     ranks = pool.run(real_means, world_size, algorithm, options)
     virtual = VirtualRanks(
-        dict(Linear().named_parameters()), world_size, algorithm, options, min_bytes=2000
+        dict(LinearLoss().named_parameters()), world_size, algorithm, options, min_bytes=2000
     )
     for step in range(STEPS):
-        means = virtual.mean([gradients(rank, step) for rank in range(world_size)])
+        means = virtual.mean([random_gradients(rank, step) for rank in range(world_size)])
         for real in ranks:
             assert all(torch.equal(real[step][name], means[name]) for name in SHAPES)

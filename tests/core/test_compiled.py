@@ -37,7 +37,7 @@ MODULE = """
     def main():
         print(total(np.arange(5)), total(np.arange(5) / 2))
 """
-# Seconds.
+# Deadline of a process or thread, in seconds. Only a failing test waits so long.
 DEADLINE = 120
 
 

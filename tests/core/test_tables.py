@@ -34,7 +34,8 @@ def test_without_a_width_nothing_is_folded(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_width_folds_long_cells_without_losing_text() -> None:
     text = render("t", ["name", "value"], [["abcdefghij" * 10, 3]], width=30)
     assert all(len(line) <= 30 for line in text.splitlines())
-    assert sum(text.count(letter) for letter in "bcdfghij") >= 80
+    # All letters of the cell that the header does not have.
+    assert sum(text.count(letter) for letter in "bcdfghij") == 80
 
 
 def test_a_table_without_rows_has_its_header() -> None:

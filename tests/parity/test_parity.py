@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.parity import (
-    Case,
+    ParityCase,
     assert_partitioned,
     assert_same_training,
     plain_outcome,
@@ -31,10 +31,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def make_case(values: dict[str, Any]) -> Case:
+def make_case(values: dict[str, Any]) -> ParityCase:
     """Turn one value per factor into a case."""
     stages, replicas = values["layout"]
-    return Case(
+    return ParityCase(
         network=values["network"],
         optimizer=values["optimizer"],
         stages=stages,
@@ -73,7 +73,7 @@ def name_of(values: dict[str, Any]) -> str:
     return "-".join(str(value).replace(" ", "") for value in values.values())
 
 
-def check(pool: RankPool, case: Case) -> None:
+def check(pool: RankPool, case: ParityCase) -> None:
     expected = plain_outcome(pool, case)
     found = pool.run(train_on_rank, case.world_size, case, timeout=120)
     assert steps_in(expected.history) >= 20
@@ -109,7 +109,9 @@ def test_the_pairwise_choice_covers_all_pairs() -> None:
     ],
 )
 def test_dropout_does_not_depend_on_the_plan(pool: RankPool, network: str, schedule: str) -> None:
-    one = Case(network=network, stages=1, dropout=0.3, schedule=schedule, shuffle=True, epochs=1)
+    one = ParityCase(
+        network=network, stages=1, dropout=0.3, schedule=schedule, shuffle=True, epochs=1
+    )
     (expected,) = pool.run(train_on_rank, 1, one)
     for stages, replicas in [(2, 1), (3, 1), (2, 2)]:
         case = replace(one, stages=stages, replicas=replicas)

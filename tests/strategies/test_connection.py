@@ -1,4 +1,4 @@
-"""The parent whose end means that rank 0 is lost."""
+"""Ranks that rank 0 has started, for which the end of the parent process is the loss of rank 0."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from lightning_dlres.strategies.capabilities import (
     plan_of,
     reads_for_all_ranks,
 )
+from tests.support.models import QUIET
 
 
 class ToyStrategy(SingleDeviceStrategy):
@@ -44,10 +45,7 @@ def test_a_strategy_from_outside_is_asked_for_its_capabilities(
         devices=1,
         max_steps=3,
         callbacks=[ResourceReport(tmp_path)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(BoringModel())
     assert isinstance(trainer.strategy, ToyStrategy)

@@ -1,6 +1,7 @@
-"""Draws of property tests, and their number: fewer in `make test`, all in `make test-all`.
+"""Hypothesis strategies that several tests use, and the number of examples of a property test.
 
-`make test` runs often, and each run draws other examples.
+`make test` draws fewer examples than `make test-all`, because it runs often, and each run draws
+other examples.
 """
 
 from __future__ import annotations

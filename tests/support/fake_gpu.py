@@ -108,7 +108,9 @@ class FakeGpu:
     """Model of a GPU with the protocol `Gpu`; see the module's docstring.
 
     Args:
-        choose: Gets a number of pieces of work that may run, and returns how many of them run.
+        choose: Gets a count and returns a number from 0 to it. It is asked how many of the queued
+            pieces of work run now, and, before each of them, for the index of the stream that
+            runs one; its `count` is then the last index.
         in_step: Whether the first stream is the host.
 
     Attributes:
@@ -172,7 +174,7 @@ class FakeGpu:
         count = source.numel()
         assert target.numel() == count
         if self._is_pinned(target) == self._is_pinned(source):
-            self.faults.append("a copy beside the computing needs locked memory on one side")
+            self.faults.append("a copy beside the computing needs pinned memory on one side")
         read, write = _CopyEnd(self, source), _CopyEnd(self, target)
         stream = self._current
 
@@ -183,7 +185,7 @@ class FakeGpu:
             read.close()
             write.close()
 
-        read.reader = write.reader = stream
+        read.stream = write.stream = stream
         stream.put(work)
 
     def record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
@@ -222,7 +224,7 @@ class FakeGpu:
         self._current.put(kernel)
 
     def pin(self, data: Tensor) -> None:
-        """Lock memory for as long as it is held, as `core.slab` does."""
+        """Treat memory as pinned until it is freed."""
         self._pinned[data.data_ptr()] = data.numel()
         end = weakref.finalize(data.untyped_storage(), self._pinned.pop, data.data_ptr())
         end.atexit = False
@@ -270,8 +272,10 @@ class FakeGpu:
     def _on_free(
         self, home: FakeStream, block: np.ndarray[Any, Any], recorded: list[FakeStream]
     ) -> None:
-        """Free memory. The next owner writes to it after the work that its stream has by now, and
-        after the work of the recorded streams."""
+        """Free memory: its next owner may write to it after the work queued so far.
+
+        That is the work of the stream that allocated it, and of the recorded streams.
+        """
 
         def poison() -> None:
             block.fill(POISON)
@@ -297,29 +301,33 @@ class _CopyEnd:
 
     def __init__(self, gpu: FakeGpu, tensor: Tensor) -> None:
         self._gpu, self.address, self._count = gpu, tensor.data_ptr(), tensor.numel()
-        self._is_tier = gpu._is_pinned(tensor)
-        self.reader: FakeStream | None = None
+        self._is_pinned = gpu._is_pinned(tensor)
+        # Stream that runs the copy.
+        self.stream: FakeStream | None = None
         storage = tensor.untyped_storage()
         self._recorded = gpu._recorded.setdefault(storage, [])
         # The model's own blocks outlive their tensors: `_on_free` overwrites them with poison.
-        self._is_block = not gpu.in_step and not self._is_tier
+        self._is_block = not gpu.in_step and not self._is_pinned
         self.is_gone = False
-        self._last: bytes | None = None
+        # The bytes that the copy reads once the tensor is gone.
+        self._last_bytes: bytes | None = None
         self._watch = weakref.finalize(storage, self._gone)
         self._watch.atexit = False
 
     def _gone(self) -> None:
         if self._is_block:
             return
-        if self._is_tier:
+        if self._is_pinned:
             self._gpu.faults.append("memory of a tier was freed during a copy")
         self.is_gone = True
-        self._last = bytes([POISON]) * self._count
-        if not self._is_tier and self.reader in self._recorded:
-            self._last = ctypes.string_at(self.address, self._count)
+        self._last_bytes = bytes([POISON]) * self._count
+        if not self._is_pinned and self.stream in self._recorded:
+            self._last_bytes = ctypes.string_at(self.address, self._count)
 
     def bytes(self, count: int) -> bytes:
-        return self._last if self._last is not None else ctypes.string_at(self.address, count)
+        if self._last_bytes is not None:
+            return self._last_bytes
+        return ctypes.string_at(self.address, count)
 
     def close(self) -> None:
         self._watch.detach()

@@ -1,4 +1,4 @@
-"""Gradient synchronisation of one rank of a job, over a mailbox that notes its messages."""
+"""Gradient synchronisation of one rank of a job, over a mailbox that records its messages."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ REPLAYED_STEP = 2
 
 
 @dataclass(frozen=True)
-class Note:
-    """A message that a rank has sent or received; times are those of `time.perf_counter_ns`."""
+class MessageRecord:
+    """Message that a rank has sent or received, at `time_ns` of `time.perf_counter_ns`."""
 
     channel: Channel
     source: int
     destination: int
-    ns: int
+    time_ns: int
     header_bytes: int
     large_bytes: int
     tree: Tree
 
 
-class NotingMailbox(Mailbox):
-    """Mailbox that notes all messages. `before_send` may hold a message back."""
+class RecordingMailbox(Mailbox):
+    """Mailbox that records all messages. `before_send` may hold a message back."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.sent: list[Note] = []
-        self.received: list[Note] = []
+        self.sent: list[MessageRecord] = []
+        self.received: list[MessageRecord] = []
         self.before_send: Callable[[int, Channel, Tree], None] = lambda *_: None
 
     def send(self, destination: int, channel: Channel, key: Key, tree: Tree) -> None:
         self.before_send(destination, channel, tree)
-        self.sent.append(_note(channel, self.rank, destination, key, tree))
+        self.sent.append(_record(channel, self.rank, destination, key, tree))
         super().send(destination, channel, key, tree)
 
     def subscribe(self, source: int, channel: Channel, handle: Callable[[Item], None]) -> None:
-        def note(item: Item) -> None:
+        def record(item: Item) -> None:
             if isinstance(item, tuple):
-                self.received.append(_note(channel, source, self.rank, *item))
+                self.received.append(_record(channel, source, self.rank, *item))
             handle(item)
 
-        super().subscribe(source, channel, note)
+        super().subscribe(source, channel, record)
 
 
-def _note(channel: Channel, source: int, destination: int, key: Key, tree: Tree) -> Note:
+def _record(channel: Channel, source: int, destination: int, key: Key, tree: Tree) -> MessageRecord:
     now = time.perf_counter_ns()
     header, large = payload.encode(tree, key)
     large_bytes = sum(tensor.numel() for tensor in large)
-    return Note(channel, source, destination, now, len(header), large_bytes, tree)
+    return MessageRecord(channel, source, destination, now, len(header), large_bytes, tree)
 
 
 @dataclass
@@ -76,7 +76,7 @@ class OpenSync:
     """Synchronisation of this rank, with its mailbox and the spans of its tasks."""
 
     sync: GradientSynchroniser
-    mailbox: NotingMailbox
+    mailbox: RecordingMailbox
     tracer: Tracer
 
 
@@ -100,7 +100,7 @@ def open_sync(
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     assert isinstance(group, dist.ProcessGroup)
     names = [f"rank {rank}" for rank in range(context.world_size)]
-    mailbox = NotingMailbox(
+    mailbox = RecordingMailbox(
         group, context.rank, names, timeout=timeout, check=check, tracer=Tracer()
     )
     tracer = Tracer()
@@ -116,7 +116,7 @@ def open_sync(
     yield OpenSync(sync, mailbox, tracer)
     is_orderly = sync.failure is None
     if is_orderly:
-        # The last messages of other ranks may still pass this one.
+        # Other ranks may still send their last messages through this one.
         dist.barrier()
     sync.close()
     mailbox.close(orderly=is_orderly)

@@ -89,7 +89,7 @@ def malformed(draw: random.Random, kinds: list[str], typed: list[bytes]) -> Iter
     Args:
         draw: Generator of random numbers.
         kinds: Kinds of messages that the server accepts.
-        typed: Payloads that the server accepts.
+        typed: Payloads that the server can decode.
     """
     while True:
         kind = draw.choice([*kinds, "", "sing", "k" * 64, "\x1b[2J\n"])

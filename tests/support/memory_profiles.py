@@ -22,7 +22,13 @@ MIB = 1 << 20
 
 
 def stack(sizes: list[int], seconds: float = 0.01, **link: object) -> StepProfile:
-    """Return the profile of a network whose layers save one storage each, used in reverse order."""
+    """Return the profile of a network whose layers save one storage each, used in reverse order.
+
+    Args:
+        sizes: MiB of each storage.
+        seconds: Time between two events.
+        link: Changed properties of the link to the host's memory.
+    """
     count = len(sizes)
     data = tuple(
         SavedStorageProfile(
@@ -35,24 +41,29 @@ def stack(sizes: list[int], seconds: float = 0.01, **link: object) -> StepProfil
         )
         for number, size in enumerate(sizes)
     )
-    facts: dict[str, object] = {"tier": "host", "out_rate": 1e9, "in_rate": 1e9, "overlaps": True}
+    host_link: dict[str, object] = {
+        "tier": "host",
+        "out_rate": 1e9,
+        "in_rate": 1e9,
+        "overlaps": True,
+    }
     return StepProfile(
         seconds=(seconds,) * (2 * count + 1),
         base=(0,) * (2 * count + 1),
         storages=data,
-        links=(TierLink(**{**facts, **link}),),  # type: ignore[arg-type]
+        links=(TierLink(**{**host_link, **link}),),  # type: ignore[arg-type]
     )
 
 
 @st.composite
-def profiles(draw: st.DrawFn, most: int = 5) -> StepProfile:
+def profiles(draw: st.DrawFn, max_storages: int = 5) -> StepProfile:
     """Draw a small step profile."""
-    return any_profile(random.Random(draw(st.integers(0, 1 << 30))), most)
+    return any_profile(random.Random(draw(st.integers(0, 1 << 30))), max_storages)
 
 
-def any_profile(rng: random.Random, most: int = 5) -> StepProfile:
-    """Return a random step with one or two passes, and storages that are used later."""
-    count = rng.randint(1, most)
+def any_profile(rng: random.Random, max_storages: int = 5) -> StepProfile:
+    """Return a random step of one or two forward passes, each followed by its backward."""
+    count = rng.randint(1, max_storages)
     events: list[tuple[int, bool]] = []
     for group in _groups(rng, list(range(count))):
         saves = [(number, True) for number in group]
@@ -67,7 +78,7 @@ def any_profile(rng: random.Random, most: int = 5) -> StepProfile:
     data = []
     for number in range(count):
         saved, uses = positions[number, True][0], tuple(positions[number, False])
-        held = rng.random() < 0.15
+        is_held_by_user = rng.random() < 0.15
         nbytes = rng.randint(1, 40) * MIB
         packs = rng.random() < 0.5
         data.append(
@@ -76,7 +87,7 @@ def any_profile(rng: random.Random, most: int = 5) -> StepProfile:
                 layer=f"layer{number}",
                 saved=saved,
                 shared_until=len(events)
-                if held
+                if is_held_by_user
                 else min(saved + rng.choice([1, 1, 1, 2]), len(events)),
                 uses=uses,
                 end=uses[-1],
@@ -145,19 +156,19 @@ def _reuses(rng: random.Random, data: list[SavedStorageProfile]) -> list[Reuse]:
     for number, storage in enumerate(data):
         if rng.random() > 0.3:
             continue
-        at = rng.choice(storage.uses)
+        use = rng.choice(storage.uses)
         signs = rng.choice([0, storage.nbytes // 32])
         if storage.shared_until < storage.uses[0] and signs and rng.random() < 0.5:
-            at_or_never, nbytes = None, 0
-        elif storage.shared_until <= at:
-            at_or_never, nbytes = at, rng.randint(1, storage.nbytes)
+            overwritten_at, nbytes = None, 0
+        elif storage.shared_until <= use:
+            overwritten_at, nbytes = use, rng.randint(1, storage.nbytes)
         else:
             continue
         reuses.append(
             Reuse(
                 layers=(f"block{number}-{number + 1}.inner",),
                 storage=number,
-                overwritten_at=at_or_never,
+                overwritten_at=overwritten_at,
                 nbytes=nbytes,
                 signs=signs,
                 seconds=rng.choice([0.0, rng.uniform(0, 0.005)]),
@@ -198,13 +209,13 @@ def _selections_with(
     for reuse in used:
         if reuse.storage in inside or any(n.partition(".")[0] in names for n in reuse.layers):
             return
-    without = {reuse.storage for reuse in used if reuse.overwritten_at is None}
+    never_saved = {reuse.storage for reuse in used if reuse.overwritten_at is None}
     options = []
     for number, storage in enumerate(profile.storages):
         own = [KEEP]
         if (
             number not in inside
-            and number not in without
+            and number not in never_saved
             and storage.shared_until < storage.uses[0]
         ):
             for action in actions:

@@ -24,8 +24,10 @@ VOCABULARY = 11
 
 
 def mlp(dropout: float) -> nn.Sequential:
-    """Linear layers with activations of every kind of saved tensor, one in place; the middle two
-    have one shape."""
+    """Linear layers with activations that save their input, their output or a mask.
+
+    One activation works in place. The two middle layers have one shape, so that they can be tied.
+    """
     return nn.Sequential(
         nn.Linear(16, 24),
         nn.Tanh(),
@@ -202,8 +204,14 @@ class Task(LightningModule):
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Vectors or token sequences; with `augment`, randomly changed at every visit from two
-    generators."""
+    """Data set of vectors with labels, or of token sequences.
+
+    Args:
+        tokens: True for token sequences.
+        count: Number of samples.
+        augment: True: each read changes the sample at random, with torch's and Python's generator.
+        dtype: Dtype of the vectors.
+    """
 
     def __init__(
         self, tokens: bool, count: int, augment: bool = False, dtype: torch.dtype = torch.float32

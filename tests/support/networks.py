@@ -24,13 +24,13 @@ class UNet(nn.Module):
 
         self.down, self.middle = block(3, 8), block(8, 16)
         self.pool = nn.MaxPool2d(2)
-        self.raise_ = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.upsample = nn.ConvTranspose2d(16, 8, 2, stride=2)
         self.up, self.head = block(16, 8), nn.Conv2d(8, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.down(x)
         deep = self.middle(self.pool(first))
-        return self.head(self.up(torch.cat([first, self.raise_(deep)], 1)))
+        return self.head(self.up(torch.cat([first, self.upsample(deep)], 1)))
 
 
 class Recurrent(nn.Module):
@@ -61,7 +61,7 @@ def relu_cnn() -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Case:
+class NetworkCase:
     """Network with a function that makes its batches."""
 
     make: Callable[[], nn.Module]
@@ -69,9 +69,9 @@ class Case:
 
 
 CASES = {
-    "mlp": Case(lambda: mlp(0.2), lambda: torch.randn(6, 16)),
-    "cnn": Case(relu_cnn, lambda: torch.randn(4, 3, 8, 8)),
-    "gpt": Case(lambda: gpt(0.1), lambda: torch.randint(VOCABULARY, (3, 10))),
-    "unet": Case(UNet, lambda: torch.randn(2, 3, 8, 8)),
-    "lstm": Case(Recurrent, lambda: torch.randn(5, 7, 8)),
+    "mlp": NetworkCase(lambda: mlp(0.2), lambda: torch.randn(6, 16)),
+    "cnn": NetworkCase(relu_cnn, lambda: torch.randn(4, 3, 8, 8)),
+    "gpt": NetworkCase(lambda: gpt(0.1), lambda: torch.randint(VOCABULARY, (3, 10))),
+    "unet": NetworkCase(UNet, lambda: torch.randn(2, 3, 8, 8)),
+    "lstm": NetworkCase(Recurrent, lambda: torch.randn(5, 7, 8)),
 }

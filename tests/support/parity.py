@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 from lightning_dlres.pipeline.plan.plan import consecutive_replicas, even_split
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
-from tests.support.models import Task, loaders
+from tests.support.models import QUIET, Task, loaders
 from tests.support.rank_pool import RankContext, RankPool
 
 SPLITS = {
@@ -29,8 +29,28 @@ SPLITS = {
 
 
 @dataclass(frozen=True)
-class Case:
-    """One training to compare."""
+class ParityCase:
+    """One training to compare.
+
+    Attributes:
+        network: "mlp", "cnn", "gpt" or "gpt_list".
+        optimizer: "sgd" or "adamw".
+        stages: Number of stages.
+        replicas: Number of replicas.
+        schedule: Schedule of the pipeline.
+        accumulate: Batches of an optimizer step.
+        clip: Largest norm of the gradients; 0 does not clip.
+        ragged: True: the last batch of an epoch has a single sample.
+        shuffle: True shuffles and augments the samples.
+        workers: Processes of the loader.
+        frozen: True freezes some layers.
+        tied: True: two layers share a weight.
+        dropout: Probability of dropout.
+        double: True trains in float64.
+        microbatches: Number of micro-batches of a batch.
+        epochs: Number of epochs.
+        precision: Precision of the Trainer; None: full precision.
+    """
 
     network: str = "mlp"
     optimizer: str = "sgd"
@@ -54,15 +74,23 @@ class Case:
     def world_size(self) -> int:
         return self.stages * self.replicas
 
-    def plain(self) -> Case:
-        """Return the case with the pipeline options reset; equal results share one plain run."""
+    def plain(self) -> ParityCase:
+        """Return the case without its pipeline options, which a single device does not have."""
         return replace(self, stages=1, replicas=1, schedule="gpipe", microbatches=4)
 
 
 @dataclass
 class Outcome:
-    """What one rank saw: every logged value after every batch and validation, and the weights at
-    the end."""
+    """Result of one rank.
+
+    Attributes:
+        history: Logged values after each batch, validation and epoch.
+        weights: State of the model at the end.
+        owned: Names of the parameters that this rank held in training.
+        resident_bytes: Bytes of these parameters.
+        stage_bytes: Bytes that they must have by the plan; 0 without a pipeline.
+        schedule: Schedule that the strategy chose; "" without a strategy.
+    """
 
     history: list[dict[str, float]]
     weights: dict[str, Tensor]
@@ -108,18 +136,18 @@ class Residence(Callback):
             sum(p.numel() * p.element_size() for p in held.values()),
         )
         for parameter, state in trainer.optimizers[0].state.items():
-            assert not parameter.is_meta or not state, "optimizer state for a foreign parameter"
+            assert not parameter.is_meta or not state, "optimizer state for a remote parameter"
 
 
 def run_case(
-    environment: Any, case: Case, strategy: HeteroPipeStrategy | None, **options: Any
+    environment: Any, case: ParityCase, strategy: HeteroPipeStrategy | None, **options: Any
 ) -> Outcome:
     """Train one case on this rank."""
     seed_everything(3, verbose=False)
     dtype = torch.float64 if case.double else torch.float32
     task = Task(case.network, case.optimizer, case.dropout, case.frozen, case.tied)
-    # Ten batches an epoch; the last ragged one is a single sample: fewer than micro-batches, and
-    # than replicas.
+    # Ten batches an epoch. The last batch of a ragged epoch has one sample: fewer than the
+    # micro-batches, and than the replicas.
     samples, batch = (8 * 9 + 1, 8) if case.ragged else (12 * 10, 12)
     train, validation = loaders(task, samples, batch, case.shuffle, case.workers, dtype)
     history, residence = History(), Residence()
@@ -135,12 +163,9 @@ def run_case(
             gradient_clip_val=case.clip or None,
             callbacks=[history, residence],
             default_root_dir=directory,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             log_every_n_steps=1,
             num_sanity_val_steps=1,
+            **QUIET,
             **options,
         )
         trainer.fit(task, train, validation)
@@ -169,7 +194,7 @@ def _stage_bytes(task: Task, strategy: HeteroPipeStrategy) -> int:
     return sum(p.numel() * p.element_size() for p in own | outside | shared)
 
 
-def make_strategy(case: Case) -> HeteroPipeStrategy:
+def make_strategy(case: ParityCase) -> HeteroPipeStrategy:
     """Return the strategy for a case, with a split that cuts between layers of every kind."""
     layers = {"mlp": 8, "cnn": 11, "gpt": 5, "gpt_list": 3}[case.network]
     split = SPLITS.get((case.network, case.stages)) or even_split(layers, case.stages)
@@ -179,12 +204,12 @@ def make_strategy(case: Case) -> HeteroPipeStrategy:
     )  # type: ignore[arg-type]
 
 
-def train_on_rank(context: RankContext, case: Case) -> Outcome:
+def train_on_rank(context: RankContext, case: ParityCase) -> Outcome:
     """Train a case in a rank of the pool."""
     return run_case(context.environment, case, make_strategy(case))
 
 
-def train_plainly(context: RankContext, case: Case) -> Outcome:
+def train_plainly(context: RankContext, case: ParityCase) -> Outcome:
     """Train a case on a single device, without this package's strategy."""
     return run_case(None, case, None)
 
@@ -230,7 +255,7 @@ def assert_same_training(outcomes: list[Outcome], expected: Outcome, tolerance: 
                 assert relative(value, expected.weights[name]) <= tolerance, name
 
 
-def assert_partitioned(case: Case, outcomes: list[Outcome]) -> None:
+def assert_partitioned(case: ParityCase, outcomes: list[Outcome]) -> None:
     """Assert that ranks own disjoint parts, of the bytes that the plan says."""
     for outcome in outcomes:
         assert outcome.owned
@@ -244,10 +269,10 @@ def assert_partitioned(case: Case, outcomes: list[Outcome]) -> None:
         assert not first & last
 
 
-_PLAIN: dict[Case, Outcome] = {}
+_PLAIN: dict[ParityCase, Outcome] = {}
 
 
-def plain_outcome(pool: RankPool, case: Case) -> Outcome:
+def plain_outcome(pool: RankPool, case: ParityCase) -> Outcome:
     """Return the plain run of a case; equal ones run once in a session."""
     key = case.plain()
     if key not in _PLAIN:

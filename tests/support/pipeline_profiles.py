@@ -13,13 +13,14 @@ from random import Random
 
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.footprint import smallest_limit
+from lightning_dlres.pipeline.plan.plan import consecutive_replicas
 from lightning_dlres.pipeline.plan.schedules.base import Schedule
 from lightning_dlres.pipeline.plan.schedules.registry import schedule_named
 from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 
 GPIPE, ONE_F_ONE_B = SCHEDULES = (schedule_named("gpipe"), schedule_named("1f1b"))
-NOTHING_ELSE = StepCosts()
+NO_STEP_COSTS = StepCosts()
 MIB = 1 << 20
 Replicas = tuple[tuple[int, ...], ...]
 
@@ -172,7 +173,7 @@ def small_workload(
         small_layers(random, count, kinds),
         small_step(random, kinds),
         Cluster(kinds=tuple("abcdefgh"[:kinds]), devices=devices, links=links),
-        tuple(tuple(range(m * stages, (m + 1) * stages)) for m in range(replicas)),
+        consecutive_replicas(len(devices), stages),
         schedule or random.choice(SCHEDULES),
         random.randint(1, 6),
         recompute,

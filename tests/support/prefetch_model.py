@@ -48,28 +48,32 @@ def predict(
         capacity: Bytes of the cache space.
         batch: Samples that are released together, once all of them have been delivered.
     """
-    lists: list[list[int]] = [[] for _ in range(nodes)]
+    # The slots of each node's samples, in order, and the place of each slot in its node's list.
+    slots_of: list[list[int]] = [[] for _ in range(nodes)]
     place_in_list = np.empty(len(sample_ids), dtype=np.int64)
     for slot, sample_id in enumerate(sample_ids.tolist()):
-        place_in_list[slot] = len(lists[sample_id % nodes])
-        lists[sample_id % nodes].append(slot)
+        place_in_list[slot] = len(slots_of[sample_id % nodes])
+        slots_of[sample_id % nodes].append(slot)
     cached: set[int] = set()
-    live = in_use = hits = requests = requested_bytes = 0
+    # Bytes that occupy the cache, and the part of them that the current batch has taken.
+    occupied = taken = 0
+    hits = requests = requested_bytes = 0
     for slot, sample_id in enumerate(sample_ids.tolist()):
         size = int(sizes[sample_id])
         if slot in cached:
             cached.remove(slot)
             hits += 1
-            in_use += size
+            taken += size
         else:
             requests, requested_bytes = requests + 1, requested_bytes + size
             after = int(place_in_list[slot]) + 1
-            for other in lists[sample_id % nodes][after : after + prefetch - 1]:
-                more = int(sizes[sample_ids[other]])
-                if live + more > capacity:
+            for next_slot in slots_of[sample_id % nodes][after : after + prefetch - 1]:
+                next_size = int(sizes[sample_ids[next_slot]])
+                if occupied + next_size > capacity:
                     break
-                live, requested_bytes = live + more, requested_bytes + more
-                cached.add(other)
+                occupied += next_size
+                requested_bytes += next_size
+                cached.add(next_slot)
         if (slot + 1) % batch == 0:
-            live, in_use = live - in_use, 0
+            occupied, taken = occupied - taken, 0
     return Prediction(len(sample_ids), hits, requests, requested_bytes)

@@ -1,9 +1,9 @@
 """Cluster environment of the shared rank processes.
 
-Lightning asks it for the rank and the port, and if Lightning must start processes. The processes of
-`tests.support.rank_pool` run already. The pool passes ranks and port as arguments and not as
-environment variables, so that no job sees the variables of another. A test of these variables sets
-them with `set_torchrun_variables`. The pool restores them after the job.
+It tells Lightning the rank and the port, and that Lightning starts no processes: those of
+`tests.support.rank_pool` are running already. The pool passes ranks and port as arguments and not
+as environment variables, so that no job sees the variables of another. A test of these variables
+sets them with `set_torchrun_variables`. The pool restores them after the job.
 """
 
 from __future__ import annotations

@@ -52,11 +52,13 @@ MODULES = (
 ADDRESSES = pytest.StashKey[list[Path]]()
 # File descriptor of the pool's connection in a rank. The fork server uses lower ones.
 _CONNECTION = 100
+# Time in seconds in which a rank must restore its state after a job, or it is replaced.
 CLEAN_SECONDS = 30.0
 # Time in seconds that the other ranks of a failed job have to fail too, before they count as stuck.
 GRACE_SECONDS = 5.0
 # A forked child of a rank keeps the pipe open after the rank's death, so exits are polled as well.
 POLL_SECONDS = 0.2
+# Number of last lines of a rank's output that an error shows.
 TAIL_LINES = 200
 
 
@@ -198,7 +200,9 @@ class RankPool:
         self._directory = directory
         self._max_ranks = max_ranks
         self._ranks: list[_Rank] = []
-        self._known, self._own = dict(enumerate(fork_servers)), list[ForkServerProcess]()
+        # Addresses of servers that were running before, by number, until the pool connects to them.
+        self._addresses = dict(enumerate(fork_servers))
+        self._own_processes: list[ForkServerProcess] = []
         self._fork_servers: dict[int, ForkServer] = {}
         self._jobs = 0
 
@@ -265,17 +269,18 @@ class RankPool:
         for fork_server in self._fork_servers.values():
             fork_server.close()
         self._fork_servers.clear()
-        for process in self._own:
+        for process in self._own_processes:
             process.close()
-        self._own.clear()
+        self._own_processes.clear()
 
     def _connected(self, number: int) -> ForkServer:
-        if number in self._known:
+        if number in self._addresses:
             # A server that cannot be reached is not tried again: the pool starts one of its own.
             with contextlib.suppress(ForkServerError):
-                return ForkServer(self._known.pop(number))
-        self._own.append(start_forkserver(self._directory / f"fork_server{number}"))
-        return ForkServer(self._own[-1].address)
+                return ForkServer(self._addresses.pop(number))
+        process = start_forkserver(self._directory / f"fork_server{number}")
+        self._own_processes.append(process)
+        return ForkServer(process.address)
 
     def _run(
         self,

@@ -1,4 +1,4 @@
-"""Scripted policy: an engine that treats every storage as a test says, and late copies."""
+"""Engine that treats every storage as a test says, with copies at once or at the last moment."""
 
 from __future__ import annotations
 
@@ -55,18 +55,20 @@ class _LateCopy:
 class ScriptedPolicy:
     """Policy that takes its actions from a function.
 
-    With late copies a storage has left when the next one is saved. It is prefetched when the one
-    that backward uses before it is restored.
+    With late copies, it waits for the copy of a storage when the second storage after it is saved,
+    or when backward begins to use a storage. After each use it prefetches the two storages that
+    were saved before that one.
     """
 
     def __init__(
         self, decide: Callable[[int, Tensor], MemoryAction], tier: SlabTier, copier: Copier
     ) -> None:
         self._decide, self._tier, self._copier = decide, tier, copier
-        self._moved: list[SavedStorage] = []
+        # Saved storages that backward has not used yet, if copies overlap.
+        self._copied: list[SavedStorage] = []
 
     def start(self) -> None:
-        self._moved.clear()
+        self._copied.clear()
 
     def begin_save(self, tensor: Tensor, span: ByteSpan, number: int) -> Placement:
         self._wait_offloaded(1)
@@ -74,7 +76,7 @@ class ScriptedPolicy:
 
     def end_save(self, saved_storage: SavedStorage, is_placed: bool) -> None:
         if self._copier.overlaps:
-            self._moved.append(saved_storage)
+            self._copied.append(saved_storage)
 
     def save_again(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         pass
@@ -83,18 +85,18 @@ class ScriptedPolicy:
         self._wait_offloaded(1)
 
     def end_use(self, saved_storage: SavedStorage) -> None:
-        if saved_storage in self._moved:
-            index = self._moved.index(saved_storage)
-            del self._moved[index]
-            for other in self._moved[max(0, index - 2) : index]:
+        if saved_storage in self._copied:
+            index = self._copied.index(saved_storage)
+            del self._copied[index]
+            for other in self._copied[max(0, index - 2) : index]:
                 other.wait_offloaded()
                 other.prefetch()
 
     def take_ownership(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         pass
 
-    def _wait_offloaded(self, but_latest: int) -> None:
-        for saved_storage in self._moved[: max(0, len(self._moved) - but_latest)]:
+    def _wait_offloaded(self, except_latest: int) -> None:
+        for saved_storage in self._copied[: max(0, len(self._copied) - except_latest)]:
             saved_storage.wait_offloaded()
 
 
@@ -121,5 +123,6 @@ class ScriptedEngine:
     def owner(self) -> MemoryOwner:
         return self._engine
 
-    def forget(self) -> None:
+    def start_step(self) -> None:
+        """Drop the storages of the step before."""
         self._policy.start()

@@ -1,4 +1,4 @@
-"""The test infrastructure tested: a pool that lost an error would let every other test lie."""
+"""Tests of the test infrastructure. A pool that loses an error would hide failures of all tests."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.models import QUIET
 from tests.support.rank_pool import RankContext, RankFailure, RankPool
 from tests.support.scripts import RunScript, ScriptTimeout, StartScript
 
@@ -47,10 +48,7 @@ def train_with_lightning(context: RankContext) -> tuple[int, list[float], bool]:
         plugins=[context.environment],
         max_steps=2,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model)
     return trainer.global_rank, model.layer.weight.flatten().tolist(), trainer.is_global_zero

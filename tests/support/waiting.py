@@ -6,6 +6,10 @@ import time
 from collections.abc import Callable
 
 
+def no_failure() -> None:
+    """Check for failures of other ranks during a wait: there are none."""
+
+
 def wait_until(condition: Callable[[], object], what: str, timeout: float = 20.0) -> None:
     """Return as soon as the condition holds; fail, naming `what`, after `timeout` seconds."""
     deadline = time.monotonic() + timeout

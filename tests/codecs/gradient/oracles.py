@@ -1,4 +1,4 @@
-"""Slow definitions of the gradient codecs in NumPy: what is decoded, and what stays behind."""
+"""Slow definitions of the gradient codecs in NumPy. Each returns the decoded values, float32[n]."""
 
 from __future__ import annotations
 

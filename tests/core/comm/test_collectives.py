@@ -16,12 +16,10 @@ from lightning_dlres.core.comm.collectives import (
 )
 from lightning_dlres.core.errors import ConfigError, PeerError, PeerLostError, PeerTimeoutError
 from tests.support.rank_pool import RankContext, RankPool
+from tests.support.waiting import no_failure
 
+# Timeout of a collective, in seconds. Only a failing test waits so long.
 SECONDS = 20.0
-
-
-def no_failure() -> None:
-    """Raise nothing: no failure of another rank is known."""
 
 
 def use_all_collectives(context: RankContext) -> list[Any]:

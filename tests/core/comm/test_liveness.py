@@ -27,6 +27,7 @@ from lightning_dlres.core.wire.server import Server
 from tests.support.scripts import ScriptHandle, StartScript
 from tests.support.waiting import wait_until
 
+# Deadline of a wait, in seconds. Only a failing test waits so long.
 SECONDS = 20.0
 # A deadline that no test reaches, so that silence is not the failure that it detects.
 NEVER = 120.0
@@ -35,7 +36,7 @@ PACKAGE = os.path.dirname(os.path.dirname(core.__file__))
 
 RANK = f"""
     import signal, sys, threading, types
-    for name, folder in (("", ""), (".core", "/core"), (".pipeline", "/pipeline")):
+    for name, folder in (("", ""), (".core", "/core")):
         module = types.ModuleType("lightning_dlres" + name)
         module.__path__ = [{PACKAGE!r} + folder]
         sys.modules["lightning_dlres" + name] = module
@@ -317,7 +318,7 @@ def test_bad_arguments_are_refused(group: Group) -> None:
         Watch.join(1, b"nonsense")
 
 
-# --- Rules by which silence is a failure, with a clock of the test.
+# --- The silence that counts as a failure, at times that the test gives.
 
 TIMEOUTS = heartbeat.HeartbeatTimeouts.of(10.0)
 

@@ -1,4 +1,4 @@
-"""Messages arrive whole and in order, and the error after a vain wait names message and peer."""
+"""Messages arrive whole and in order; a wait that fails names the message and the peer."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from lightning_dlres.core.errors import PeerError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire.tree import flatten
 from tests.support.rank_pool import RankContext, RankPool
+from tests.support.waiting import no_failure
 
-SECONDS = 20.0
-LONG = timedelta(days=1)
+# Timeout of a receive, in seconds. Only a failing test waits so long.
+TIMEOUT = 20.0
+# Timeout of the process group: never reached, so that the mailbox's own timeout decides.
+GROUP_TIMEOUT = timedelta(days=1)
 NAMES = [f"stage {rank} (rank {rank})" for rank in range(3)]
 
 
-def no_failure() -> None:
-    """Raise nothing: no failure of another rank is known."""
-
-
 def open_mailbox(
-    context: RankContext, timeout: float = SECONDS, check: Callable[[], None] = no_failure
+    context: RankContext, timeout: float = TIMEOUT, check: Callable[[], None] = no_failure
 ) -> Mailbox:
     context.init_process_group()
-    group = dist.new_group(backend="gloo", timeout=LONG)
+    group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     names = NAMES[: context.world_size]
     return Mailbox(group, context.rank, names, timeout=timeout, check=check, tracer=Tracer())
@@ -83,11 +82,11 @@ def equal(a: Any, b: Any) -> bool:
 def exchange_trees(context: RankContext) -> list[str]:
     peer = 1 - context.rank
     with mailbox_of(context) as mailbox:
-        # The frames of the last one are as short as their messages.
+        # GRADIENT_SYNC is the channel whose frames are as short as their messages.
         for channel in (Channel.ACTIVATION, Channel.GRADIENT, Channel.GRADIENT_SYNC):
             for number, tree in enumerate(trees(10 * context.rank + channel)):
                 mailbox.send(peer, channel, ("tree", number), tree)
-        # The order of sending is another one: channels do not wait for each other.
+        # Receive in another order than the peer sent: channels do not wait for each other.
         for channel in (Channel.GRADIENT, Channel.GRADIENT_SYNC, Channel.ACTIVATION):
             for number, tree in enumerate(trees(10 * peer + channel)):
                 received = mailbox.receive(peer, channel, ("tree", number), "a tree")
@@ -195,7 +194,7 @@ def lose_rank_one(context: RankContext) -> list[str]:
     mailbox = open_mailbox(context)
     if context.rank == 1:
         mailbox.send(0, Channel.ACTIVATION, (0,), torch.ones(5000))
-        mailbox.receive(0, Channel.OBJECT, ("now",), "the word")
+        mailbox.receive(0, Channel.OBJECT, ("now",), "the signal to exit")
         os._exit(3)
     assert mailbox.receive(1, Channel.ACTIVATION, (0,), "the first").sum() == 5000
     mailbox.send(1, Channel.OBJECT, ("now",), None)

@@ -38,7 +38,7 @@ from tests.support.hostile_clients import (
 )
 from tests.support.waiting import wait_until
 
-# Messages for each of the three.
+# Number of hostile messages to a server.
 COUNTS = [
     pytest.param(700, id="some"),
     pytest.param(34_000, id="many", marks=pytest.mark.exhaustive),
@@ -69,7 +69,16 @@ def attack(
     typed: list[bytes],
     good: Callable[[], None],
 ) -> None:
-    """Send hostile messages to a server, and use it as a good client in between."""
+    """Send hostile messages to a server, and use it as a good client in between.
+
+    Args:
+        stack: Closes the sockets at the end of the test.
+        endpoint: Address of the server.
+        count: Number of messages.
+        kinds: Kinds of messages that the server accepts.
+        typed: Payloads that the server can decode.
+        good: Uses the server as a good client.
+    """
     draw = random.Random(count)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.destroy, linger=0)
@@ -115,14 +124,14 @@ def test_a_storage_node_survives_hostile_clients(
     node = stack.enter_context(StoreNode(open_reader(folder)))
     storage = NodeStorage([node.endpoint], timeout=SECONDS)
     stack.callback(storage.close)
-    came = threading.Event()
-    storage.on_reply = came.set
+    replied = threading.Event()
+    storage.on_reply = replied.set
     fetch_ids = itertools.count()
 
     def good() -> None:
-        came.clear()
+        replied.clear()
         storage.submit(next(fetch_ids), 0, np.arange(SAMPLES, dtype=np.uint32))
-        assert came.wait(2 * SECONDS)
+        assert replied.wait(2 * SECONDS)
         (reply,) = storage.replies()
         assert isinstance(reply.data, np.ndarray), reply.data
         assert reply.data.tobytes() == b"".join(bytes([n]) * 500 for n in range(SAMPLES))
@@ -135,7 +144,7 @@ def test_a_storage_node_survives_hostile_clients(
         msgspec.msgpack.encode(protocol.TableRows(0, SAMPLES)),
     ]
     attack(stack, node.endpoint, count, [protocol.HELLO, protocol.TABLE, protocol.GET], typed, good)
-    wait_until(lambda: node.refused > count // 4, "most of it has come and was refused")
+    wait_until(lambda: node.refused > count // 4, "a quarter of the messages is refused")
     assert resident_bytes() < 2 * before
 
 
@@ -228,7 +237,7 @@ def test_a_watch_survives_hostile_clients(stack: ExitStack, count: int) -> None:
     kinds = [heartbeat.HEARTBEAT, heartbeat.ABORT, heartbeat.GOODBYE, heartbeat.CONFIRM]
     attack(stack, invited.endpoint, count, kinds, typed, good)
     refusals = hub._endpoint.refusals
-    wait_until(lambda: refusals.count > count // 4, "most of it has come and was refused")
+    wait_until(lambda: refusals.count > count // 4, "a quarter of the messages is refused")
     member.announce("a true alarm")
     assert hub.failed.wait(SECONDS)
     assert hub.failure is not None

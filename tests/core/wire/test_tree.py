@@ -239,6 +239,7 @@ def test_an_iterator_is_refused_with_advice() -> None:
         flatten([iter([1])])
 
 
+# Tags: "c" data class, "n" named tuple, "m" other mapping.
 @pytest.mark.parametrize(
     "structure",
     [

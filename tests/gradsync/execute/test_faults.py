@@ -30,7 +30,7 @@ from lightning_dlres.core.comm.mailbox import Channel
 from lightning_dlres.core.errors import PeerError
 from lightning_dlres.gradsync.plan.plan import CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
-from tests.support.gradient_sync import MODES, NotingMailbox, open_sync, threads_of
+from tests.support.gradient_sync import MODES, RecordingMailbox, open_sync, threads_of
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.waiting import wait_until
 
@@ -119,7 +119,7 @@ def run_out_of_memory() -> None:
     raise MemoryError("no bytes are left")
 
 
-def send_nonsense(mailbox: NotingMailbox) -> None:
+def send_nonsense(mailbox: RecordingMailbox) -> None:
     for destination, channel in list(mailbox._outboxes):
         if channel is Channel.GRADIENT_SYNC:
             mailbox.send(destination, channel, ("gradients",), [FAULTY_STEP, [[0, 0, -1]]])

@@ -13,7 +13,7 @@ from lightning_dlres.codecs.gradient.dgc import DGC
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
-from tests.gradsync.execute.test_saved_states import SHAPES, Linear, gradients
+from tests.support.linear_loss import SHAPES, LinearLoss, random_gradients
 from tests.support.rank_pool import RankContext, RankPool
 
 STEPS = 4
@@ -22,7 +22,7 @@ STEPS = 4
 def train(context: RankContext, options: dict[str, Any]) -> list[dict[str, Tensor]]:
     """Return the means of gradients that are equal on all ranks."""
     context.init_process_group()
-    model = Linear()
+    model = LinearLoss()
     state = GradientSyncState(
         algorithm="dgc", codec_options=options, topology="ps", coordinator="none", min_bytes=0
     )
@@ -32,7 +32,7 @@ def train(context: RankContext, options: dict[str, Any]) -> list[dict[str, Tenso
     means = []
     for step in range(STEPS):
         model.zero_grad()
-        wrapped(gradients(0, step)).backward()
+        wrapped(random_gradients(0, step)).backward()
         means.append({name: p.grad.clone() for name, p in model.named_parameters()})
     state.close()
     return means
@@ -54,7 +54,7 @@ def test_every_rank_transforms_its_gradient(
         for step in range(STEPS):
             payload = torch.empty(codec.payload_bytes(count), dtype=torch.uint8)
             total, mean = torch.empty(count), torch.empty(count)
-            codec.compress(gradients(0, step)[name].view(-1), own, payload)
+            codec.compress(random_gradients(0, step)[name].view(-1), own, payload)
             for rank in range(world_size):
                 codec.expand(payload, total, accumulate=rank > 0)
             codec.compress(total, aggregator, payload)

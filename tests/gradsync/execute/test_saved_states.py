@@ -7,35 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlres.codecs.gradient import RESIDUAL
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
+from tests.support.linear_loss import SHAPES, LinearLoss, random_gradients
 from tests.support.rank_pool import RankContext, RankPool
 
 STEPS = 3
-# Gradients of elements that are random in each step and on each rank.
-SHAPES = {"weight": (70, 300), "bias": (300,), "scalar": ()}
-
-
-class Linear(nn.Module):
-    """Parameters whose gradients are the inputs of `forward`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-
-    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        return sum((p * gradients[name]).sum() for name, p in self.named_parameters())  # type: ignore[return-value]
-
-
-def gradients(rank: int, step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def train(
@@ -47,7 +29,7 @@ def train(
 ) -> tuple[list[dict[str, Tensor]], bytes, list[str]]:
     """Return the means of some steps, the saved states, and the warnings of loading."""
     context.init_process_group()
-    model = Linear()
+    model = LinearLoss()
     state = GradientSyncState(min_bytes=0, coordinator="none", **options)
     state.name_parameters(model.named_parameters())
     if saved is not None:
@@ -60,7 +42,7 @@ def train(
         for step in range(first, first + STEPS):
             model.zero_grad()
             state.loss_scale = scales[step - first]
-            (wrapped(gradients(context.rank, step)) * state.loss_scale).backward()
+            (wrapped(random_gradients(context.rank, step)) * state.loss_scale).backward()
             means.append(
                 {n: p.grad.clone() / state.loss_scale for n, p in model.named_parameters()}
             )
@@ -89,7 +71,8 @@ def unsent(saved: list[bytes]) -> dict[str, Tensor]:
 
 
 def mean_of_ranks(world_size: int, step: int, name: str) -> Tensor:
-    return sum(gradients(rank, step)[name].double() for rank in range(world_size)) / world_size  # type: ignore[return-value]
+    own = [random_gradients(rank, step)[name].double() for rank in range(world_size)]
+    return torch.stack(own).mean(0)
 
 
 @pytest.mark.parametrize("topology", ["ps", "ring"])
@@ -131,7 +114,7 @@ def test_a_resumed_run_continues_exactly(pool: RankPool, topology: str, algorith
 def train_twice(context: RankContext, options: dict[str, Any]) -> list[dict[str, Tensor]]:
     """Return the means of the second half of an uninterrupted run."""
     context.init_process_group()
-    model = Linear()
+    model = LinearLoss()
     state = GradientSyncState(min_bytes=0, coordinator="none", **options)
     state.name_parameters(model.named_parameters())
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.03)
@@ -139,7 +122,7 @@ def train_twice(context: RankContext, options: dict[str, Any]) -> list[dict[str,
     means = []
     for step in range(2 * STEPS):
         model.zero_grad()
-        wrapped(gradients(context.rank, step)).backward()
+        wrapped(random_gradients(context.rank, step)).backward()
         means.append({n: p.grad.clone() for n, p in model.named_parameters()})
     state.close()
     return means[STEPS:]
@@ -184,7 +167,7 @@ def test_the_loss_scale_leaves_no_trace_in_residuals(pool: RankPool) -> None:
 def overflow(context: RankContext, step_of_overflow: int) -> list[dict[str, Tensor]]:
     """Return the means of all steps but one, in which a gradient of rank 0 is infinite."""
     context.init_process_group()
-    model = Linear()
+    model = LinearLoss()
     state = GradientSyncState(algorithm="tbq", topology="ps", min_bytes=0, keeps_previous=True)
     state.name_parameters(model.named_parameters())
     wrapped = DistributedDataParallel(model)
@@ -193,14 +176,14 @@ def overflow(context: RankContext, step_of_overflow: int) -> list[dict[str, Tens
     for step in range(STEPS):
         if step == step_of_overflow:
             model.zero_grad()
-            values = gradients(context.rank, 99)
+            values = random_gradients(context.rank, 99)
             if context.rank == 0:
                 values["weight"][3, 3] = torch.inf
             wrapped(values).backward()
             assert not model.weight.grad.isfinite().all()
             state.undo_step()
         model.zero_grad()
-        wrapped(gradients(context.rank, step)).backward()
+        wrapped(random_gradients(context.rank, step)).backward()
         means.append({n: p.grad.clone() for n, p in model.named_parameters()})
     state.close()
     return means
@@ -216,7 +199,7 @@ def test_a_step_that_is_undone_leaves_no_trace(pool: RankPool, step: int) -> Non
 def without_samples(context: RankContext) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
     """Return the means of three steps; rank 1 has no samples in the second. Also its residuals."""
     context.init_process_group()
-    model = Linear()
+    model = LinearLoss()
     state = GradientSyncState(algorithm="tbq", topology="ps", min_bytes=0)
     state.name_parameters(model.named_parameters())
     wrapped = DistributedDataParallel(model)
@@ -225,7 +208,7 @@ def without_samples(context: RankContext) -> tuple[list[dict[str, Tensor]], list
     for step in range(3):
         state.has_data = step != 1 or context.rank != 1
         model.zero_grad()
-        (wrapped(gradients(context.rank, step)) * state.has_data).backward()
+        (wrapped(random_gradients(context.rank, step)) * state.has_data).backward()
         means.append({n: p.grad.clone() for n, p in model.named_parameters()})
         own = [e["tensors"][RESIDUAL] for e in state.state_dict()["units"] if not e["part"]]
         residuals.append(torch.cat([own.flatten() for own in own]) if own else torch.zeros(0))

@@ -21,7 +21,7 @@ from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.gradsync.plan.graph import TaskKind, topology
 from lightning_dlres.gradsync.plan.plan import CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
-from tests.support.gradient_sync import MODES, REPLAYED_STEP, Note, OpenSync, open_sync
+from tests.support.gradient_sync import MODES, REPLAYED_STEP, MessageRecord, OpenSync, open_sync
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.waiting import wait_until
 
@@ -49,7 +49,7 @@ def plan_for(
 
 
 class RecordingCodec(ThresholdQuantisation):
-    """Codec that notes the elements of all calls. Two functions may act around an encoding."""
+    """Codec that records the elements of all calls. Two functions may act around an encoding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def gradients(counts: dict[str, int] = COUNTS) -> dict[str, Tensor]:
 
 def run_steps(
     context: RankContext, name: str, mode: str, partitions: int
-) -> tuple[list[Span], list[Note], list[Note], list[tuple[str, int]]]:
+) -> tuple[list[Span], list[MessageRecord], list[MessageRecord], list[tuple[str, int]]]:
     """Return the spans of the tasks, the messages sent and received, and the codec's calls."""
     codec = RecordingCodec()
     plan = plan_for(context.world_size, name, partitions=partitions)
@@ -90,9 +90,9 @@ def run_steps(
         # Others may still need this rank, as the coordinator or in a ring.
         dist.barrier()
         mailbox = opened.mailbox
-        for note in (*mailbox.sent, *mailbox.received):
+        for record in (*mailbox.sent, *mailbox.received):
             # The payloads are not needed.
-            note.tree[2:] = []
+            record.tree[2:] = []
         return list(opened.tracer.spans()), mailbox.sent, mailbox.received, codec.calls
 
 
@@ -142,26 +142,30 @@ def check_calls(plan: SyncPlan, rank: int, spans: list[Span], calls: list[tuple[
     assert Counter(calls) == expected
 
 
-def messages_of(sent: list[list[Note]], received: list[list[Note]]) -> list[tuple[Note, Note]]:
-    """Return each payload message as its sender and as its receiver noted it."""
+def messages_of(
+    sent: list[list[MessageRecord]], received: list[list[MessageRecord]]
+) -> list[tuple[MessageRecord, MessageRecord]]:
+    """Return each payload message as its sender and as its receiver recorded it."""
     pairs = []
     for source in range(len(sent)):
         for destination in range(len(sent)):
             link = source, destination, Channel.GRADIENT_SYNC
             ends = [
-                [n for n in notes if (n.source, n.destination, n.channel) == link]
-                for notes in (sent[source], received[destination])
+                [n for n in records if (n.source, n.destination, n.channel) == link]
+                for records in (sent[source], received[destination])
             ]
             pairs += list(zip(*ends, strict=True))
     return pairs
 
 
-def check_links(messages: list[tuple[Note, Note]]) -> None:
+def check_links(messages: list[tuple[MessageRecord, MessageRecord]]) -> None:
     """No link has two messages in one direction at once. All ranks have one clock."""
     for end in ("source", "destination"):
         for rank in range(3):
             intervals = sorted(
-                (sent.ns, received.ns) for sent, received in messages if getattr(sent, end) == rank
+                (sent.time_ns, received.time_ns)
+                for sent, received in messages
+                if getattr(sent, end) == rank
             )
             assert len(intervals) > STEPS
             for (_, stop), (start, _) in pairwise(intervals):
@@ -171,10 +175,10 @@ def check_links(messages: list[tuple[Note, Note]]) -> None:
 def check_silence(results: list[Any]) -> None:
     """Ranks report and plan all messages of the steps before a plan is repeated, and no other."""
     for rank, (_, sent, received, _) in enumerate(results):
-        reports = [note.tree for note in sent if note.channel is Channel.SYNC_REPORT]
+        reports = [record.tree for record in sent if record.channel is Channel.SYNC_REPORT]
         earlier = [
-            [n.tree for n in notes if n.channel not in LINKS and n.tree[0] < REPLAYED_STEP]
-            for notes in (sent, received)
+            [n.tree for n in records if n.channel not in LINKS and n.tree[0] < REPLAYED_STEP]
+            for records in (sent, received)
         ]
         later = [n for n in sent if n.channel not in LINKS and n.tree[0] >= REPLAYED_STEP]
         assert len(later) > STEPS
@@ -193,7 +197,7 @@ def check_silence(results: list[Any]) -> None:
         assert kinds["learned"] == 1
 
 
-def coordinator_notes(context: RankContext, name: str, elements: int) -> list[Note]:
+def coordinator_records(context: RankContext, name: str, elements: int) -> list[MessageRecord]:
     counts = {f"unit {i}": elements + 4 * i for i in range(5)}
     plan = plan_for(context.world_size, name, counts)
     with open_sync(context, plan, {"tbq": ThresholdQuantisation()}, mode="always") as opened:
@@ -207,12 +211,12 @@ def coordinator_notes(context: RankContext, name: str, elements: int) -> list[No
 
 @pytest.mark.parametrize("name", ["ps", "ring"])
 def test_the_bytes_of_the_coordinator_do_not_depend_on_the_size(pool: RankPool, name: str) -> None:
-    small, large = (pool.run(coordinator_notes, 2, name, size) for size in (64, 1_000_000))
+    small, large = (pool.run(coordinator_records, 2, name, size) for size in (64, 1_000_000))
     for one, other in zip(small, large, strict=True):
         assert len(one) == len(other) > 5
-        assert sum(note.large_bytes for note in (*one, *other)) == 0
+        assert sum(record.large_bytes for record in (*one, *other)) == 0
         # msgpack writes a larger number with up to 4 more bytes.
-        numbers = sum(len(note.tree[1]) for note in one)
+        numbers = sum(len(record.tree[1]) for record in one)
         difference = sum(n.header_bytes for n in other) - sum(n.header_bytes for n in one)
         assert 0 <= difference <= 4 * numbers
 

@@ -35,7 +35,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[ScriptedEngine]:
     action, late = request.param
     engine = scripted_engine(action, late=late)
     yield engine
-    engine.forget()
+    engine.start_step()
     gc.collect()
     assert engine.byte_counter.now == 0
     assert engine.tier.used_bytes == 0
@@ -299,7 +299,7 @@ def test_a_step_after_one_that_failed(engine: ScriptedEngine) -> None:
 
     with pytest.raises(ValueError, match="of the user"), engine.hooks(net.parameters()):
         fails()
-    engine.forget()
+    engine.start_step()
     gc.collect()
     assert engine.byte_counter.now == 0
 

@@ -100,7 +100,7 @@ def test_consecutive_layers_reuse_memory(name: str, action: MemoryAction | None)
     assert num_reused == expected_reuses
     for expected, actual in zip(run_step(net, shape, None)[0], reused, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-    scripted.forget()
+    scripted.start_step()
     assert scripted.byte_counter.now == 0
     assert scripted.tier.used_bytes == 0
 

@@ -82,7 +82,7 @@ def test_plans_are_nearly_optimal_if_copies_overlap() -> None:
 
 
 @settings(max_examples=examples(150))
-@given(profile=profiles(most=12))
+@given(profile=profiles(max_storages=12))
 def test_plans_stay_within_their_limits(profile: StepProfile) -> None:
     smallest = smallest_budget(profile)
     plan = plan_memory(profile, MemoryLimits(device=smallest))
@@ -112,7 +112,7 @@ def storage_end(profile: StepProfile, saved: int) -> int:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_smallest_budget_agrees_with_brute_force(seed: int) -> None:
-    profile = without_overlap(any_profile(random.Random(seed), most=4))
+    profile = without_overlap(any_profile(random.Random(seed), max_storages=4))
     smallest = smallest_budget(profile)
     peaks = [
         simulate(profile, choices, regions=regions, reuses=reuses).peak

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
+from lightning_dlres.pipeline.plan.plan import consecutive_replicas
 from tests.support.models import QUIET, Samples
 from tests.support.parity import relative
 from tests.support.rank_pool import RankContext, RankPool
@@ -71,8 +72,7 @@ def fit(context: RankContext | None, replicas: int, schedule: str) -> dict[str, 
     """Train and return the state dict."""
     seed_everything(3, verbose=False)
     model = Normalised(in_microbatches=context is None)
-    ranks = tuple(tuple(range(2 * v, 2 * v + 2)) for v in range(replicas))
-    plan = PipelinePlan(replicas=ranks, split=(2, 4))
+    plan = PipelinePlan(replicas=consecutive_replicas(2 * replicas, 2), split=(2, 4))
     trainer = Trainer(
         strategy=HeteroPipeStrategy(plan=plan, microbatches=MICROBATCHES, schedule=schedule)
         if context

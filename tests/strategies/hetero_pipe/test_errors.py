@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from lightning_dlres import (
     UnsupportedStepError,
 )
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import PipelinedWeightGuard
-from tests.support.models import Samples, mlp
+from tests.support.models import QUIET, Samples, mlp
 from tests.support.rank_pool import RankContext, RankOutcome, RankPool
 from tests.support.training_cases import QUICK
 
@@ -150,8 +151,6 @@ class HangingLayer(nn.Module):
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        import threading
-
         self.calls += 1
         if self.calls == 7:
             threading.Event().wait(20)
@@ -171,7 +170,10 @@ def fit(
     peer_timeout: float = 30,
     **options: Any,
 ) -> None:
-    """Train a model that has a fault."""
+    """Train a model that has a fault.
+
+    `peer_timeout` is the strategy's `timeout`: `RankPool.run` has an argument of that name.
+    """
     seed_everything(3, verbose=False)
     trainer = Trainer(
         strategy=HeteroPipeStrategy(
@@ -187,10 +189,7 @@ def fit(
         devices=context.world_size,
         plugins=[context.environment],
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     collate = (lambda samples: samples[0]) if data is UnsendableSamples else None
     trainer.fit(
@@ -264,10 +263,7 @@ def evaluate_with_iterators(context: RankContext) -> list[str]:
         accelerator="cpu",
         devices=context.world_size,
         plugins=[context.environment],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     messages = []
     loader = DataLoader(Samples(False, 8), batch_size=8)

@@ -16,38 +16,24 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dlres import HeteroPipeStrategy, PeerLostError, PipelinePlan
-from tests.support.models import Samples, mlp
+from tests.support.killing_layer import KillingLayer
+from tests.support.models import QUIET, Samples, mlp
 from tests.support.rank_pool import RankContext, RankPool
 
 
-class KilledLayer(nn.Module):
-    """Layer that kills its process in a given call, if it runs on the given rank."""
-
-    def __init__(self, victim: int, call: int) -> None:
-        super().__init__()
-        self.victim, self.call, self.calls = victim, call, 0
-        self.rank = -1
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.rank == self.victim and self.calls == self.call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return x
-
-
-class WithKilledLayers(LightningModule):
+class WithKillingLayers(LightningModule):
     """Network in which every stage has a layer that may kill its process."""
 
     def __init__(self, victim: int) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.net = nn.Sequential(
-            *(layer for module in mlp(0.0) for layer in (module, KilledLayer(victim, 6)))
+            *(layer for module in mlp(0.0) for layer in (module, KillingLayer(victim, 6)))
         )
 
     def on_train_start(self) -> None:
         for module in self.modules():
-            if isinstance(module, KilledLayer):
+            if isinstance(module, KillingLayer):
                 module.rank = self.global_rank
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -66,12 +52,9 @@ def fit_until_death(context: RankContext, victim: int) -> None:
         devices=3,
         plugins=[context.environment],
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
-    trainer.fit(WithKilledLayers(victim), DataLoader(Samples(False, 64), batch_size=8))
+    trainer.fit(WithKillingLayers(victim), DataLoader(Samples(False, 64), batch_size=8))
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

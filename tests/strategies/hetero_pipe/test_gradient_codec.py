@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_dlres import ConfigError, HeteroPipeStrategy, PeerLostError, PipelinePlan
 from lightning_dlres.pipeline.plan.plan import consecutive_replicas
 from lightning_dlres.strategies.hetero_pipe.checkpoints import CHECKPOINT_KEY
-from tests.strategies.hetero_pipe.test_failure import KilledLayer
+from tests.support.killing_layer import KillingLayer
 from tests.support.models import QUIET, Samples
 from tests.support.parity import relative
 from tests.support.rank_pool import RankContext, RankPool
@@ -35,7 +35,7 @@ class Wide(LightningModule):
 
     Args:
         optimizer: "sgd" or "adamw".
-        inexact_from: Batch from which the loss is none that can be computed per micro-batch.
+        inexact_from: First batch whose loss cannot be computed per micro-batch.
         victim: Rank that is killed in its second step.
     """
 
@@ -46,7 +46,7 @@ class Wide(LightningModule):
         torch.manual_seed(1)
         self.net = nn.Sequential(
             nn.Linear(16, 260),
-            nn.Tanh() if victim is None else KilledLayer(victim, 9),
+            nn.Tanh() if victim is None else KillingLayer(victim, 9),
             nn.Linear(260, 20),
             nn.Tanh(),
             nn.Linear(20, 5),
@@ -54,7 +54,7 @@ class Wide(LightningModule):
         self._optimizer, self._inexact_from = optimizer, inexact_from
 
     def on_train_start(self) -> None:
-        if isinstance(self.net[1], KilledLayer):
+        if isinstance(self.net[1], KillingLayer):
             self.net[1].rank = self.global_rank
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""Refusals by name, in steps, hooks and callbacks, of code that needs all stages on one rank. The
-alternatives in the messages work."""
+"""Code that needs all stages on one rank is refused by name, in steps, hooks and callbacks. The
+alternatives that the messages name work."""
 
 from __future__ import annotations
 
@@ -352,9 +352,9 @@ class Norms(Callback):
 
 def norms_in_hooks(context: RankContext) -> list[dict[str, float]]:
     norms_of_runs = []
-    for place in (None, context):
+    for run_context in (None, context):
         norms = Norms()
-        fit(place, Case(Classifier, "gpipe", trainer={"callbacks": [norms], "max_epochs": 1}))
+        fit(run_context, Case(Classifier, "gpipe", trainer={"callbacks": [norms], "max_epochs": 1}))
         norms_of_runs.append(norms.first)
     return norms_of_runs
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -91,6 +92,7 @@ class CallsAlone(Classifier):
 
 
 def call_alone(context: RankContext, rank: int) -> None:
+    # Print the explanation before the timeout. The pool replaces the ranks, because they fail.
     mailbox._EXPLAIN_SECONDS = 0.1
     # A call on rank 0 alone waits for the output of rank 1 until the timeout. A call on rank 1
     # alone fails at once.
@@ -133,9 +135,9 @@ class Gradients(Classifier):
 
 def gradients_in_validation(context: RankContext) -> tuple[bool, str]:
     observed = []
-    for place in (None, context):
+    for run_context in (None, context):
         model = Gradients(runs_backward=False)
-        trainer_for(place, inference_mode=False).validate(model, batches(), verbose=False)
+        trainer_for(run_context, inference_mode=False).validate(model, batches(), verbose=False)
         observed.append(model.observed)
     with pytest.raises(UnsupportedStepError) as error:
         trainer_for(context, inference_mode=False).validate(
@@ -156,8 +158,6 @@ def test_gradients_in_validation_are_refused(pool: RankPool) -> None:
 def test_a_script_that_is_no_file_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, got: str
 ) -> None:
-    from lightning.pytorch import Trainer
-
     monkeypatch.setattr(sys, "argv", [script])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.chdir(tmp_path)

@@ -33,10 +33,10 @@ class Losses(Callback):
 def fit(
     context: RankContext, kind: str, dropout: float, batch: int = 8, **options: Any
 ) -> dict[str, Any]:
-    """Train six steps; return losses, weights and the plan."""
+    """Train six steps of `batch` samples; return losses, weights and the plan."""
     seed_everything(5, verbose=False)
     task = Task(kind, dropout=dropout, optimizer="adamw")
-    train, _ = loaders(task, 24, 8, True, 0, torch.float32)
+    train, _ = loaders(task, 3 * batch, batch, True, 0, torch.float32)
     strategy = HeteroPipeStrategy(**{"microbatches": 4, "timeout": 60, "profile": QUICK, **options})
     losses = Losses()
     trainer = Trainer(
@@ -109,9 +109,10 @@ def test_a_memory_limit_is_met_by_recomputing(pool: RankPool) -> None:
         fit, 2, "gpt", 0.0, 96, schedule="gpipe", plan=keeps_all, keep=True
     ):
         assert "its memory limit" in outcome.error_message
-    without = msgspec.structs.replace(keeps_all, cluster=None)
-    assert_same_run(limited, pool.run(fit, 2, "gpt", 0.0, 96, schedule="gpipe", plan=without)[0])
-    (second_outcome,) = pool.run_expecting_errors(
+    # A plan without a cluster has no limits.
+    unlimited = msgspec.structs.replace(keeps_all, cluster=None)
+    assert_same_run(limited, pool.run(fit, 2, "gpt", 0.0, 96, schedule="gpipe", plan=unlimited)[0])
+    never_recomputed, *_ = pool.run_expecting_errors(
         fit,
         2,
         "gpt",
@@ -122,8 +123,8 @@ def test_a_memory_limit_is_met_by_recomputing(pool: RankPool) -> None:
         memory_limit=limit,
         recompute="never",
         keep=True,
-    )[:1]
-    assert "no plan fits" in second_outcome.error_message
+    )
+    assert "no plan fits" in never_recomputed.error_message
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 from lightning_dlres.strategies.hetero_pipe.precision import overflow_shared
 from tests.support.models import QUIET, Task, loaders
-from tests.support.parity import Case, assert_same_training, relative, run_case, train_on_rank
+from tests.support.parity import ParityCase, assert_same_training, relative, run_case, train_on_rank
 from tests.support.rank_pool import RankContext, RankPool
 
 CPU = torch.device("cpu")
@@ -256,10 +256,10 @@ def test_an_untrained_stage_trains_as_on_a_single_device_with_a_scaler(
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_bf16_mixed_equals_a_single_device(pool: RankPool, schedule: str) -> None:
     # One micro-batch, so that both compute the same bf16 products in the same order.
-    case = Case(precision="bf16-mixed", schedule=schedule, microbatches=1, epochs=1)
+    case = ParityCase(precision="bf16-mixed", schedule=schedule, microbatches=1, epochs=1)
     (expected,) = pool.run(_plain_case, 1, case)
     assert_same_training(pool.run(train_on_rank, 2, case), expected, 1e-5)
 
 
-def _plain_case(context: RankContext, case: Case) -> Any:
+def _plain_case(context: RankContext, case: ParityCase) -> Any:
     return run_case(None, case, None)

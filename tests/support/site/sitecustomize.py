@@ -36,6 +36,7 @@ class ShortProfileFinder:
         def execute_with_short_defaults(module):
             execute(module)
             init = module.ProfileConfig.__init__
+            # The last two fields are `repeats` and `seconds`.
             init.__defaults__ = (*init.__defaults__[:-2], 2, 0.0)
 
         spec.loader.exec_module = execute_with_short_defaults

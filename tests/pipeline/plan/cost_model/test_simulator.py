@@ -28,7 +28,7 @@ from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 from tests.support.examples import examples, randoms, replica_counts, stage_counts
 from tests.support.pipeline_profiles import (
     GPIPE,
-    NOTHING_ELSE,
+    NO_STEP_COSTS,
     ONE_F_ONE_B,
     SCHEDULES,
     plain_cluster,
@@ -289,7 +289,7 @@ def two_replicas(
     schedule: Schedule = ONE_F_ONE_B,
     *,
     layers: Sequence[LayerProfile] = (),
-    step: StepCosts = NOTHING_ELSE,
+    step: StepCosts = NO_STEP_COSTS,
     stages: int = 1,
     links: Sequence[Link] = (),
 ) -> Workload:

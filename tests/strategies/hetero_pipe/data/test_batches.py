@@ -88,14 +88,14 @@ class AnyBatchModel(LightningModule):
 
 
 class Fork(nn.Module):
-    """Layer that returns a dict of two tensors, one of which needs a gradient, and a number."""
+    """Layer that returns a dict: a tensor that needs a gradient, one that does not, a number."""
 
     def forward(self, x: Tensor) -> Any:
         return {"x": x, "mask": (x.detach() > 0), "scale": 0.5}
 
 
 class Merge(nn.Module):
-    """Layer that undoes `Fork`, in place on its inputs."""
+    """Layer that computes one tensor from the dict of `Fork`, in place on its inputs."""
 
     def forward(self, parts: Any) -> Tensor:
         return parts["x"].mul_(parts["mask"]).mul(parts["scale"])

@@ -1,7 +1,11 @@
-"""Loaders that would read one rank's part of the data: they read all of it, or are named."""
+"""Loaders that would read only one rank's part of the data.
+
+They are changed to read all of it, or an error or a warning names them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,20 +46,16 @@ class Numbered(Dataset[Sample]):
 class Stream(IterableDataset[Sample]):
     """Stream that divides its samples by the rank and world size at the time of reading."""
 
-    def __init__(self, place: Callable[[], tuple[int, int]]) -> None:
-        self.place = place
+    def __init__(self, position: Callable[[], tuple[int, int]]) -> None:
+        self.position = position
 
     def __iter__(self) -> Iterator[Sample]:
-        rank, ranks = self.place()
+        rank, ranks = self.position()
         return map(sample, range(rank, 30, ranks))
 
 
 class RecordsSamples(Classifier):
     """Model that records the numbers of all samples in training, validation and prediction."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = super().training_step(batch, batch_idx)
-        return loss
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.observed += batch[2].tolist()
@@ -68,22 +68,26 @@ class RecordsSamples(Classifier):
         self.validation_step(batch, batch_idx)
 
 
-def of_torch() -> tuple[int, int]:
+# Positions are the rank and the number of ranks. `POSITION` is that of the run in progress.
+ALONE = (0, 1)
+POSITION = ALONE
+
+
+def position_of_torch() -> tuple[int, int]:
     # A plain run has no process group.
-    return (get_rank(), get_world_size()) if PLACE != ALONE else ALONE
+    return (get_rank(), get_world_size()) if POSITION != ALONE else ALONE
 
 
-def of_environment() -> tuple[int, int]:
+def position_of_environment() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-# Functions that return the rank and the number of ranks.
-ALONE = (0, 1)
-PLACE = ALONE
+class ShardedData(LightningDataModule):
+    """Data module that makes its loader in a hook, from the Trainer's rank and world size.
 
-
-class Data(LightningDataModule):
-    """Data module that makes its loader in a hook, from the Trainer's rank and world size."""
+    Args:
+        by_size: True: each rank has smaller batches. False: each rank has a part of the samples.
+    """
 
     def __init__(self, by_size: bool) -> None:
         super().__init__()
@@ -98,12 +102,8 @@ class Data(LightningDataModule):
 
 
 def sampler(**options: Any) -> DistributedSampler[Any]:
-    rank, ranks = PLACE
+    rank, ranks = POSITION
     return DistributedSampler(Numbered(), num_replicas=ranks, rank=rank, **options)
-
-
-def in_hook() -> Any:
-    return Data(by_size=False)
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
@@ -114,21 +114,21 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "batch sampler": lambda: DataLoader(
         Numbered(), batch_sampler=BatchSampler(sampler(seed=5), 8, drop_last=True)
     ),
-    "stream, torch": lambda: DataLoader(Stream(of_torch), batch_size=8),
-    "stream, worker": lambda: DataLoader(Stream(of_torch), batch_size=8, num_workers=1),
-    "stream, environment": lambda: DataLoader(Stream(of_environment), batch_size=8),
-    "data module": in_hook,
-    "batch size": lambda: Data(by_size=True),
+    "stream, torch": lambda: DataLoader(Stream(position_of_torch), batch_size=8),
+    "stream, worker": lambda: DataLoader(Stream(position_of_torch), batch_size=8, num_workers=1),
+    "stream, environment": lambda: DataLoader(Stream(position_of_environment), batch_size=8),
+    "data module": lambda: ShardedData(by_size=False),
+    "batch size": lambda: ShardedData(by_size=True),
 }
 
 
 def samples_of(context: RankContext, name: str, piped: bool, stage: str = "fit") -> list[float]:
     """Return the sample numbers of a run, in order."""
-    global PLACE
-    PLACE = (context.rank, context.world_size) if piped else ALONE
+    global POSITION
+    POSITION = (context.rank, context.world_size) if piped else ALONE
     seed_everything(3, verbose=False)
     saved = {key: os.environ.get(key) for key in ("RANK", "WORLD_SIZE")}
-    os.environ.update(zip(saved, map(str, PLACE), strict=True))
+    os.environ.update(zip(saved, map(str, POSITION), strict=True))
     plan = PipelinePlan(replicas=((0, 1, 2),), split=(2, 2, 1)) if context.world_size == 3 else None
     options = {"plan": plan, "stages": 3} if plan is not None else {}
     try:
@@ -146,8 +146,7 @@ def samples_of(context: RankContext, name: str, piped: bool, stage: str = "fit")
 
 def compare(context: RankContext) -> dict[str, bool]:
     runs = [(name, "fit") for name in LOADERS]
-    runs += [(name, stage) for name in ("sampler", "stream, torch") for stage in ("validate",)]
-    runs += [("batch sampler", "predict")]
+    runs += [("sampler", "validate"), ("stream, torch", "validate"), ("batch sampler", "predict")]
     expected = {run: samples_of(context, run[0], False, run[1]) for run in runs}
     actual = {run: samples_of(context, run[0], True, run[1]) for run in runs}
     return {
@@ -203,16 +202,11 @@ def divided_before(context: RankContext) -> list[str]:
         )
     messages.append(str(error.value))
     part = Numbered(range(context.rank, 30, context.world_size))
-    with (
-        pytest.warns(UserWarning, match="only rank 0 reads") if context.rank == 0 else _NoContext()
-    ):
+    with contextlib.ExitStack() as stack:
+        if context.rank == 0:
+            stack.enter_context(pytest.warns(UserWarning, match="only rank 0 reads"))
         trainer_for(context, max_epochs=1).fit(model, DataLoader(part, batch_size=8))
     return messages
-
-
-class _NoContext:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *args: Any) -> None: ...
 
 
 def test_data_that_was_divided_before_the_run_is_named(pool: RankPool) -> None:

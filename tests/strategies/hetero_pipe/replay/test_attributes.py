@@ -27,12 +27,8 @@ class CountsSteps(LightningModule):
         super().__init__()
         torch.manual_seed(1)
         self.net = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 5))
-        self.keeps_outputs, self.before, self.after, self.smooth = (
-            keeps_outputs,
-            0,
-            0.0,
-            torch.zeros(()),
-        )
+        self.keeps_outputs = keeps_outputs
+        self.before, self.after, self.smooth = 0, 0.0, torch.zeros(())
         self.outputs: list[Tensor] = []
         self.epochs: list[float] = []
 

@@ -165,12 +165,12 @@ def test_buffer_that_becomes_none_is_restored_and_sent() -> None:
 def save_during_run(context: RankContext, path: str) -> dict[str, Tensor]:
     """Return the state of a plain run, and save the state of a pipeline at the same step."""
     plain_state = {}
-    for place in (None, context):
+    for run_context in (None, context):
         seed_everything(3, verbose=False)
         model = Centre()
-        trainer = trainer_for(place, max_steps=3, max_epochs=1)
+        trainer = trainer_for(run_context, max_steps=3, max_epochs=1)
         trainer.fit(model, batches())
-        if place is None:
+        if run_context is None:
             plain_state = {name: value.clone() for name, value in model.state_dict().items()}
         else:
             trainer.save_checkpoint(path)

@@ -6,7 +6,6 @@ import statistics
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,13 +16,13 @@ from torch import Tensor
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.core.wire.tree import flatten, unflatten
 from lightning_dlres.strategies.hetero_pipe.replay.logs import (
     LogRecord,
     isolated_log_calls,
     merge_parts,
 )
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
+from tests.support.sent_trees import send
 
 
 class LoggingModule(LightningModule):
@@ -53,9 +52,7 @@ class Reductions:
 
 def send_and_receive(record: LogRecord, metrics: MetricStates) -> LogRecord:
     """Return the record as another rank receives it."""
-    structure, tensors = flatten(record.to_tree(metrics))
-    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(structure))
-    return LogRecord.from_tree(unflatten(wire, tensors), metrics)
+    return LogRecord.from_tree(send(record.to_tree(metrics)), metrics)
 
 
 # --- Recording.

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, cast
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,8 +30,9 @@ from torchmetrics.classification import (
 )
 from torchmetrics.wrappers import Running
 
-from lightning_dlres.core.wire.tree import Tree, flatten, tensors_of, unflatten
+from lightning_dlres.core.wire.tree import tensors_of
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
+from tests.support.sent_trees import send
 
 Batch = tuple[Tensor, ...]
 
@@ -96,12 +96,6 @@ class Holder(nn.Module):
     def feed(self, batch: Batch, forward: bool) -> Any:
         metric: Any = self.metric
         return metric(*batch) if forward else metric.update(*batch)
-
-
-def send(tree: Tree) -> Tree:
-    structure, tensors = flatten(tree)
-    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(structure))
-    return unflatten(wire, [t.clone() for t in tensors])
 
 
 def metrics_in(holder: Holder) -> list[Metric]:
@@ -307,13 +301,13 @@ def test_diff_of_a_growing_list_in_a_collection_has_only_the_new_items() -> None
 
 
 class Changeable(Metric):
-    """A metric with one state, which `update` sets to any value, and a number."""
+    """A metric with one state, which `update` replaces, and an attribute that is a number."""
 
     full_state_update = False
 
-    def __init__(self, default: Any, how: str | None = "cat") -> None:
+    def __init__(self, default: Any, reduction: str | None = "cat") -> None:
         super().__init__()
-        self.add_state("state", default, dist_reduce_fx=how)
+        self.add_state("state", default, dist_reduce_fx=reduction)
         self.number: float = 0
 
     def update(self, value: Any) -> None:
@@ -328,7 +322,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "list": lambda: [torch.ones(2), torch.zeros(1)],
     "empty list": list,
     "tensor": lambda: torch.ones(3),
-    "number": lambda: torch.ones(()),
+    "scalar tensor": lambda: torch.ones(()),
     "tensor of integers": lambda: torch.ones(3, dtype=torch.int64),
 }
 
@@ -377,9 +371,9 @@ def test_parts_of_a_changed_type_merge(default: str, state: str) -> None:
         assert torch.equal(result, torch.cat([expected, torch.tensor(added)]))
 
 
-@pytest.mark.parametrize("how", ["sum", "max", "min"])
-def test_list_that_has_a_reduction_of_tensors_cannot_be_merged(how: str) -> None:
-    holder = Holder(Changeable(torch.zeros(3), how))
+@pytest.mark.parametrize("reduction", ["sum", "max", "min"])
+def test_list_that_has_a_reduction_of_tensors_cannot_be_merged(reduction: str) -> None:
+    holder = Holder(Changeable(torch.zeros(3), reduction))
     assert MetricStates(holder).first_unmergeable() is None
     holder.feed(([torch.ones(3)],), False)
     assert MetricStates(holder).first_unmergeable() == "metric"

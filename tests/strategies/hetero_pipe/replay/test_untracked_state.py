@@ -96,14 +96,13 @@ NAMES = {
 }
 
 
-def fit_both(context: RankContext) -> list[str]:
+def fit_both(context: RankContext) -> None:
     """Train one model with tracked state only, and one with untracked state."""
     options = {"callbacks": [CounterCallback()], "max_epochs": 1}
     print("tracked", flush=True)
     fit(context, Case(lambda: ManyStates(False), trainer=options))
     print("untracked", flush=True)
     fit(context, Case(ChangesUntracked, trainer=options))
-    return []
 
 
 def test_one_line_names_untracked_state_that_changes(pool: RankPool) -> None:

@@ -9,7 +9,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,13 +16,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_dlres.core.errors import ConfigError, ProtocolError
-from lightning_dlres.core.wire.tree import Tree, flatten, unflatten
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
     fingerprints,
     unsendable_values,
 )
 from lightning_dlres.strategies.hetero_pipe.replay.attributes import UserState
 from lightning_dlres.strategies.hetero_pipe.replay.containers import pack, unpack
+from tests.support.sent_trees import send
 
 
 class Tags(set): ...  # type: ignore[type-arg]
@@ -145,12 +145,6 @@ class Model(LightningModule):
         super().__init__()
         for name, value in attributes.items():
             setattr(self, name, value)
-
-
-def send(tree: Tree) -> Tree:
-    structure, tensors = flatten(tree)
-    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(structure))
-    return unflatten(wire, [t.clone() for t in tensors])
 
 
 def state_of(model: Model) -> UserState:
@@ -391,7 +385,7 @@ def test_member_that_is_removed_and_cannot_be_sent_is_removed_where_the_step_ran
     assert [type(member) for member in follower.seen] == [Opaque]
 
 
-def test_set_of_known_objects_has_those_of_the_own_rank() -> None:
+def test_member_of_a_set_that_the_model_holds_is_that_of_each_rank() -> None:
     def step(model: Any) -> None:
         model.seen.add(model.part)
 
@@ -427,7 +421,7 @@ def test_key_that_cannot_be_sent_is_reported() -> None:
     assert sorted(leader.table.values()) == [1, 2]
 
 
-def test_key_that_is_a_known_object_is_that_of_the_own_rank() -> None:
+def test_key_that_the_model_holds_is_that_of_each_rank() -> None:
     def step(model: Any) -> None:
         model.table[model.part] += 1
 

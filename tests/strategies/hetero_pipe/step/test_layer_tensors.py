@@ -47,7 +47,14 @@ class Checkpointed(nn.Linear):
 
 
 class UsesLayerOutput(Classifier):
-    """Takes the output of a layer in a forward hook, and uses it in the way that `use` names."""
+    """Takes a layer's output in a forward hook, or its auxiliary loss, and uses it in the step.
+
+    Args:
+        use: "hook", "detached", "list" and "checkpoint" add the output to the loss; "attribute"
+            adds the auxiliary loss; "container" adds the output of the whole network; "logged" only
+            logs a norm; "unused" takes the output only; "later" adds it from the third step on.
+        layer: Index of the layer.
+    """
 
     def __init__(self, use: str, layer: int) -> None:
         super().__init__()
@@ -73,7 +80,7 @@ class UsesLayerOutput(Classifier):
         taken = self._taken.get("last")
         if self.use == "attribute":
             taken = self.net[self.layer].aux
-        if self.use in ("unused", "later") and not (self.use == "later" and self.global_step > 1):
+        if self.use == "unused" or (self.use == "later" and self.global_step <= 1):
             return loss
         if self.use == "list":
             return loss + torch.stack(self._taken["list"]).mean()

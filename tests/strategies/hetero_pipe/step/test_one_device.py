@@ -68,15 +68,15 @@ def differences_from_plain_training(context: RankContext) -> list[str]:
 
 def uses_plain_steps(context: RankContext, options: dict[str, Any]) -> bool:
     defaults: dict[str, Any] = {"stages": "auto", "microbatches": "auto", "plan": None}
-    kinds = []
+    is_plain = []
 
     class RecordsRunner(Classifier):
         def on_train_start(self) -> None:
-            kinds.append(isinstance(self.trainer.strategy._runner, PlainSteps))
+            is_plain.append(isinstance(self.trainer.strategy._runner, PlainSteps))
 
     model: LightningModule = RecordsRunner()
     trainer_for(context, **{**defaults, **options}, max_steps=1).fit(model, batches())
-    return kinds == [True]
+    return is_plain == [True]
 
 
 def test_training_on_one_device_equals_plain_training(pool: RankPool) -> None:
