@@ -129,6 +129,13 @@ def pool(
 
 
 @pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Fixture that closes at the end of the test what the test has entered into it."""
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Fixture that limits torch to one thread."""
     import torch

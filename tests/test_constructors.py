@@ -38,7 +38,6 @@ WRONG: dict[str, Any] = {
     "list of none": [None],
 }
 PATH = {"digits", "word"}
-NUMBERS = {"true", "nan", "infinite", "negative", "negative fraction", "zero", "fraction"}
 SIZE = {"digits", "zero", "none"}
 
 

@@ -107,7 +107,6 @@ FALL_BACK = (
     *("unlabelled", "unequal", "quotient", "weights", "selected", "product", "gradient"),
     *("term", "factor"),
 )
-CUT_ELSEWHERE = PipelinePlan(replicas=((0, 1),), split=(4, 1))
 THREE_STAGES = PipelinePlan(replicas=((0, 1, 2),), split=(1, 3, 1))
 
 
