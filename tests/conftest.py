@@ -147,13 +147,6 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    """Stack of context managers that are closed after the test."""
-    with ExitStack() as opened:
-        yield opened
-
-
-@pytest.fixture
 def short_link_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fixture that shortens the measurements of memory links; they are then less exact."""
     monkeypatch.setattr("lightning_dlres.memory.profile.links._UNCACHED_BYTES", 4 << 20)
