@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.comm.mailbox import Channel, Item, Key, Mailbox
+from lightning_dlres.core.comm.socket_mailbox import SocketMailbox
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire import payload
 from lightning_dlres.core.wire.tree import Tree
@@ -64,6 +65,10 @@ class RecordingMailbox(Mailbox):
         super().subscribe(source, channel, record)
 
 
+class RecordingSocketMailbox(RecordingMailbox, SocketMailbox):
+    """The same over ZeroMQ."""
+
+
 def _record(channel: Channel, source: int, destination: int, key: Key, tree: Tree) -> MessageRecord:
     now = time.perf_counter_ns()
     header, large = payload.encode(tree, key)
@@ -89,6 +94,7 @@ def open_sync(
     mode: str = "none",
     timeout: float = 20.0,
     check: Callable[[], None] = lambda: None,
+    transport: str = "gloo",
     **options: Any,
 ) -> Iterator[OpenSync]:
     """Context manager that connects all ranks of a job, and ends their threads.
@@ -100,9 +106,8 @@ def open_sync(
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     assert isinstance(group, dist.ProcessGroup)
     names = [f"rank {rank}" for rank in range(context.world_size)]
-    mailbox = RecordingMailbox(
-        group, context.rank, names, timeout=timeout, check=check, tracer=Tracer()
-    )
+    kind = RecordingSocketMailbox if transport == "zmq" else RecordingMailbox
+    mailbox = kind(group, context.rank, names, timeout=timeout, check=check, tracer=Tracer())
     tracer = Tracer()
     sync = GradientSynchroniser(
         plan,

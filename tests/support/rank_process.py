@@ -160,11 +160,13 @@ class _ProcessState:
     def threads_ended(self) -> bool:
         """Return whether all threads of the job have ended; wait a little for them."""
         deadline = time.monotonic() + THREAD_SECONDS
-        # Threads of autograd, which last as long as the process, are "dummy" threads.
+        # Two kinds last as long as the process: those of autograd, which are "dummy" threads, and
+        # pyzmq's, which frees the memory of messages that were sent without a copy.
         left = [
             thread
             for thread in set(threading.enumerate()) - self._threads
             if not thread.name.startswith("Dummy-")
+            and type(thread).__name__ != "GarbageCollectorThread"
         ]
         for thread in left:
             thread.join(max(0.0, deadline - time.monotonic()))

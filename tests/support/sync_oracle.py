@@ -154,7 +154,7 @@ class _NaiveSimulation:
     def _ready_send(self, position: Position) -> ReadySend:
         nbytes = self.step.payload_bytes[position[1]]
         run: Any = SimpleNamespace(
-            position=position, graph=(self.tasks[position],), payload_bytes=lambda: nbytes
+            position=position, graph=(self.tasks[position],), payload_bytes=lambda part: nbytes
         )
         return ReadySend(run, 0)
 

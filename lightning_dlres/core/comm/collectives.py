@@ -67,10 +67,41 @@ def broadcast_tree(tree: Tree, source: int, timeout: float, check: Check) -> Tre
 def gather_numbers(values: list[float], timeout: float, check: Check) -> list[list[float]]:
     """Return every rank's numbers, by rank; called by all ranks, each with equally many."""
     own = torch.tensor(values, dtype=torch.float64)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    work = dist.all_gather(gathered, own, async_op=True)
+    return [numbers.tolist() for numbers in _all_gather(own, timeout, check)]
+
+
+def gather_bytes(
+    data: bytes, timeout: float, check: Check, group: dist.ProcessGroup | None = None
+) -> list[bytes]:
+    """Return every rank's bytes, by rank; called by all ranks.
+
+    Args:
+        data: Bytes of this rank.
+        timeout: Deadline in seconds.
+        check: Function described at `Check`.
+        group: Process group with a backend for the CPU; None for the default one.
+
+    Raises:
+        PeerTimeoutError: If some rank does not take part within `timeout` seconds.
+        PeerLostError: If a rank has failed, or its connection broke.
+    """
+    lengths = _all_gather(torch.tensor([len(data)]), timeout, check, group)
+    padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+    pieces = _all_gather(padded, timeout, check, group)
+    return [
+        piece.numpy().tobytes()[: int(length)]
+        for piece, length in zip(pieces, lengths, strict=True)
+    ]
+
+
+def _all_gather(
+    own: Tensor, timeout: float, check: Check, group: dist.ProcessGroup | None = None
+) -> list[Tensor]:
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(gathered, own, group=group, async_op=True)
     wait_for_collective(work, "the other ranks", timeout, check)
-    return [numbers.tolist() for numbers in gathered]
+    return gathered
 
 
 def any_rank(

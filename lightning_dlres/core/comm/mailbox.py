@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_dlres.core.comm import channel_ends
 from lightning_dlres.core.comm.abandoned_threads import abandon
@@ -41,7 +42,7 @@ Item: TypeAlias = channel_ends.Item
 # Pause between two calls of `check` while waiting.
 _POLL_SECONDS = 0.05
 # Seconds that `close` waits for the threads to end after a failure.
-_FAILED_CLOSE_SECONDS = 0.5
+FAILED_CLOSE_SECONDS = 0.5
 # Seconds of waiting after which the text given to `explaining` is printed.
 _EXPLAIN_SECONDS = 5.0
 # Seconds to wait, after a connection broke, for `check` to raise the reason.
@@ -78,6 +79,32 @@ _SHORT_FRAMES = {
 }
 
 
+class SendingEnd(Protocol):
+    """End of a channel that sends to one rank."""
+
+    def put(self, key: Key, header: bytes, large: list[Tensor]) -> None:
+        """Send a message, or queue it behind earlier ones.
+
+        Args:
+            key: Key of the message.
+            header: Header of its payload.
+            large: Large tensors of its payload, flat uint8.
+
+        Raises:
+            PeerLostError: If an earlier send to this rank failed.
+        """
+
+
+class ReceivingEnd(Protocol):
+    """End of a channel that receives from one rank.
+
+    Attributes:
+        items: Messages that have arrived, and the error that ended the connection, if any.
+    """
+
+    items: queue.SimpleQueue[Item]
+
+
 class Mailbox:
     """Sender and receiver of one rank's messages.
 
@@ -109,8 +136,11 @@ class Mailbox:
         self._group = group
         self._tracer = tracer
         self._explanation = ""
-        self._outboxes: dict[tuple[int, Channel], ChannelSender] = {}
-        self._inboxes: dict[tuple[int, Channel], ChannelReceiver] = {}
+        self._outboxes: dict[tuple[int, Channel], SendingEnd] = {}
+        self._inboxes: dict[tuple[int, Channel], ReceivingEnd] = {}
+        # The ends with threads.
+        self._senders: list[ChannelSender] = []
+        self._receivers: list[ChannelReceiver] = []
 
     def send(self, destination: int, channel: Channel, key: Key, tree: Tree) -> None:
         """Send a tree, without waiting; its tensors must not be written to afterwards.
@@ -121,12 +151,24 @@ class Mailbox:
         """
         self._outbox(destination, channel).put(key, *payload.encode(tree, key))
 
-    def _outbox(self, destination: int, channel: Channel) -> ChannelSender:
+    def _outbox(self, destination: int, channel: Channel) -> SendingEnd:
         outbox = self._outboxes.get((destination, channel))
         if outbox is None:
-            outbox = ChannelSender(self._link(destination, channel))
-            self._outboxes[destination, channel] = outbox
+            outbox = self._outboxes[destination, channel] = self._new_sender(destination, channel)
         return outbox
+
+    def _new_sender(self, destination: int, channel: Channel) -> SendingEnd:
+        sender = ChannelSender(self._link(destination, channel))
+        self._senders.append(sender)
+        return sender
+
+    def _new_receiver(
+        self, source: int, channel: Channel, handle: Callable[[Item], None] | None = None
+    ) -> ReceivingEnd:
+        """Return the end of a channel; `handle` gets each item in the place of `items`."""
+        receiver = ChannelReceiver(self._link(source, channel), handle)
+        self._receivers.append(receiver)
+        return receiver
 
     def _link(self, rank: int, channel: Channel) -> ChannelLink:
         return ChannelLink(
@@ -155,7 +197,7 @@ class Mailbox:
         """
         inbox = self._inboxes.get((source, channel))
         if inbox is None:
-            inbox = self._inboxes[source, channel] = ChannelReceiver(self._link(source, channel))
+            inbox = self._inboxes[source, channel] = self._new_receiver(source, channel)
         own_name, peer = self.names[self.rank], self.names[source]
         start = time.monotonic()
         explain_at, deadline = start + _EXPLAIN_SECONDS, start + self.timeout
@@ -202,7 +244,7 @@ class Mailbox:
             handle: Called from the inbox's thread with each (key, tree), in order, and with the
                 error that ends the connection, if any. It must not raise.
         """
-        self._inboxes[source, channel] = ChannelReceiver(self._link(source, channel), handle)
+        self._inboxes[source, channel] = self._new_receiver(source, channel, handle)
 
     def connect(self, destination: int, channel: Channel) -> None:
         """Prepare to send on a channel that the destination has subscribed to.
@@ -247,16 +289,18 @@ class Mailbox:
             orderly: True if all ranks close their mailbox now. After a failure a peer may be gone,
                 so threads that still wait for it are abandoned.
         """
-        for outbox in self._outboxes.values():
-            outbox.finish()
-        senders = [outbox.thread for outbox in self._outboxes.values()]
-        threads = [*senders, *(inbox.thread for inbox in self._inboxes.values())]
-        deadline = time.monotonic() + (self.timeout if orderly else _FAILED_CLOSE_SECONDS)
+        for sender in self._senders:
+            sender.finish()
+        threads = [sender.thread for sender in self._senders]
+        threads += [receiver.thread for receiver in self._receivers]
+        deadline = time.monotonic() + (self.timeout if orderly else FAILED_CLOSE_SECONDS)
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         abandon([thread for thread in threads if thread.is_alive()])
         self._outboxes.clear()
         self._inboxes.clear()
+        self._senders.clear()
+        self._receivers.clear()
 
     def _wait_for_reason(self) -> None:
         """Wait briefly for `check` to raise the reason of a broken connection.

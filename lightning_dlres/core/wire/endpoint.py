@@ -159,15 +159,7 @@ class Endpoint:
 
     def __init__(self, kind: zmq.SocketType, send_timeout: float) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(kind)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # Without a ZAP domain, ZeroMQ accepts any connecting program as a peer of its protocol
-        # before 3.0. With a domain it refuses such peers. It calls a ZAP handler only if one was
-        # started.
-        self._socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        for option, value in _KEEPALIVE.items():
-            self._socket.setsockopt(option, value)
+        self._socket = self._new_socket(kind)
         self._socket.setsockopt(zmq.SNDTIMEO, round(send_timeout * 1000))
         self._send_timeout = send_timeout
         self._next_sequence = 0
@@ -180,6 +172,19 @@ class Endpoint:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+
+    def _new_socket(self, kind: zmq.SocketType) -> zmq.Socket[bytes]:
+        """Return a socket with the options that all endpoints need."""
+        created = self._context.socket(kind)
+        created.setsockopt(zmq.LINGER, 0)
+        # Without a ZAP domain, ZeroMQ accepts any connecting program as a peer of its protocol
+        # before 3.0. With a domain it refuses such peers. It calls a ZAP handler only if one was
+        # started.
+        created.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        created.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        for option, value in _KEEPALIVE.items():
+            created.setsockopt(option, value)
+        return created
 
     def receive(self, timeout: float) -> Message | None:
         """Return the next message, or None after `timeout` seconds.
@@ -253,6 +258,15 @@ class Endpoint:
         Raises:
             ProtocolError: If its frames do not form a message.
         """
+        frames, connection = self._receive_frames()
+        return self._unpack([frame.bytes for frame in frames], connection)
+
+    def _receive_frames(self) -> tuple[list[zmq.Frame], int]:
+        """Return the frames that are ready to be read, and the id of their connection.
+
+        Raises:
+            ProtocolError: If there are too many frames, or the peer's protocol is too old.
+        """
         frame = self._socket.recv(copy=False)
         frames, count, nbytes = [frame], 1, len(frame)
         while frame.more:
@@ -270,7 +284,7 @@ class Endpoint:
         self._note_message(connection, nbytes)
         if count > _MAX_FRAMES:
             raise protocol_error(self._peer_label, f"{count} frames", "a header and a payload")
-        return self._unpack([frame.bytes for frame in frames], connection)
+        return frames, connection
 
     def _note_message(self, connection: int, nbytes: int) -> None:
         """Hook of the server: count a message, valid or not."""
@@ -378,9 +392,7 @@ class Client(Endpoint):
         )
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         if curve is not None and server_key is not None:
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.public)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
+            use_keys(self._socket, curve, server_key)
         if monitor:
             self._start_monitor()
         try:
@@ -402,6 +414,19 @@ class Client(Endpoint):
             PeerTimeoutError: If the server does not read and the queue is full.
         """
         return self._send([], self._peer_label, kind, payload, sequence=sequence)[0]
+
+
+def use_keys(client: zmq.Socket[bytes], curve: CurveKeys, server_key: bytes) -> None:
+    """Encrypt the traffic of a client's socket, before it connects.
+
+    Args:
+        client: The socket.
+        curve: Keys of the client.
+        server_key: Public key of the server.
+    """
+    client.setsockopt(zmq.CURVE_SERVERKEY, server_key)
+    client.setsockopt(zmq.CURVE_PUBLICKEY, curve.public)
+    client.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
 
 
 def _has_port(endpoint: str) -> bool:

@@ -85,7 +85,8 @@ def _encoded_parts(
         unit: {
             task.part
             for task in unit_graph(plan, unit, rank, codecs)
-            if task.kind is TaskKind.ENCODE
+            # A gradient for another rank of the host is sent as it is.
+            if task.kind is TaskKind.ENCODE and task.part is not Part.HOST
         }
         for unit in plan.units
         if unit.codec != RAW

@@ -32,6 +32,7 @@ def tried_coordinator(
     timeout: float,
     check: Callable[[], None],
     group: dist.ProcessGroup | None = None,
+    transport: str = "gloo",
 ) -> str:
     """Return the value of `coordinator` with the shorter step; called by all ranks together.
 
@@ -44,6 +45,7 @@ def tried_coordinator(
         timeout: Seconds that a rank waits for another.
         check: Called while waiting; raises if a rank is known to have failed.
         group: Gloo group of all ranks for the trial; None makes one.
+        transport: Transport of the messages; see `SyncSession`.
 
     Raises:
         PeerError: If a rank is lost or late.
@@ -53,7 +55,11 @@ def tried_coordinator(
     seconds = {}
     for coordinator in _TRIED:
         session = SyncSession(
-            timeout=timeout, check=check, tracer=Tracer(enabled=False), group=group
+            timeout=timeout,
+            check=check,
+            tracer=Tracer(enabled=False),
+            group=group,
+            transport=transport,
         )
         with session.ended_by_failures():
             session.start(

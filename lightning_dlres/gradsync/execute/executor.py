@@ -293,10 +293,10 @@ class SyncExecutor:
 
     def _deliver(self, run: UnitRun, peer: int, part: Part, payload: Tensor) -> Task:
         """Give a payload to its unit; return the task that received it."""
-        if payload.numel() != run.payload_bytes():
+        if payload.numel() not in run.accepted_bytes(part):
             raise ProtocolError(
                 f"{self._names[peer]} sent {payload.numel()} bytes of unit {run.unit.index}, "
-                f"expected {run.payload_bytes()}. Check that all ranks have the same plan."
+                f"expected {run.accepted_bytes(part)[0]}. Check that all ranks have the same plan."
             )
         if not run.receive(peer, part, payload):
             raise ProtocolError(

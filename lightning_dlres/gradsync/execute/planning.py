@@ -16,6 +16,7 @@ from lightning_dlres.gradsync.plan.cost_model import AUTO_CODECS, auto_codecs, d
 from lightning_dlres.gradsync.plan.costs import SyncCosts
 from lightning_dlres.gradsync.plan.decision import SyncDecision
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
+from lightning_dlres.gradsync.plan.hosts import Hosts
 from lightning_dlres.gradsync.plan.plan import SyncPlan
 from lightning_dlres.gradsync.plan.prediction import BUCKET_BYTES, StepPrediction, StepPredictor
 from lightning_dlres.gradsync.plan.units import GradientSpec
@@ -42,6 +43,8 @@ class SyncPlanningOptions:
         backward_seconds: Time of backward, with which synchronisation overlaps; 0 if not known.
         bucket_bytes: Bytes of a bucket of gradients.
         is_coordinated: True if a coordinator plans the messages; see `StepPredictor`.
+        hosts: Ranks of each host, if one rank of a host synchronises for the others. The decision
+            is then one for the hosts.
     """
 
     algorithm: str = AUTO
@@ -54,6 +57,7 @@ class SyncPlanningOptions:
     backward_seconds: float = 0.0
     bucket_bytes: int = BUCKET_BYTES
     is_coordinated: bool = False
+    hosts: Hosts = ()
 
 
 def plan_synchronisation(
@@ -93,6 +97,7 @@ def plan_synchronisation(
         elements=sum(gradient.count for gradient in gradients),
         element_bytes=options.element_bytes,
         earlier=earlier,
+        hosts=options.hosts,
     )
     text = ""
     if mailbox.rank == 0:
@@ -125,7 +130,8 @@ def plan_again(
     For the other arguments see `plan_synchronisation`.
 
     Args:
-        plan: Current plan; None for torch's all-reduce.
+        plan: Current plan, of the hosts' first ranks if there are hosts; None for torch's
+            all-reduce.
 
     Returns:
         The new decision, and the prediction for the current plan with the new costs, both from

@@ -10,6 +10,8 @@ gradients and cut again:
   a residual less, and without the factor, a part of it would be lost.
 - The rank that completes a sum may have no state for its own gradient. Its share is then added to
   the residual of the sum.
+- The first rank of a host may synchronise for the others. It then gets the shares of all ranks of
+  its host.
 - What a codec keeps per unit, such as a threshold, begins anew.
 """
 
@@ -26,6 +28,7 @@ from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec, State
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.unit_graphs import unit_graph
 from lightning_dlres.gradsync.plan.graph import Part, TaskKind
+from lightning_dlres.gradsync.plan.hosts import Hosts
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit
 
@@ -61,6 +64,7 @@ def saved_plan(
     codecs: Mapping[str, GradientCodec],
     topologies: Collection[str],
     world_size: int,
+    hosts: Hosts = (),
 ) -> SyncPlan | None:
     """Return the plan of an earlier run if this run may use it; else None.
 
@@ -70,13 +74,14 @@ def saved_plan(
         codecs: Codecs that this run may use, by name.
         topologies: Topologies that this run may use.
         world_size: Number of ranks of this run.
+        hosts: Ranks of each host in this run, if one rank of a host synchronises for the others.
     """
     text = saved[0].get("plan") if saved else None
     if text is None:
         return None
     plan = SyncPlan.from_json(text)
     fits = (
-        plan.world_size == world_size
+        (plan.world_size, plan.hosts) == (world_size, hosts)
         and plan.topology in topologies
         and plan.gradient_counts() == {gradient.name: gradient.count for gradient in gradients}
         and {unit.codec for unit in plan.units} <= {RAW, *codecs}
@@ -253,13 +258,15 @@ def _resplit(
     """Fill the states of a unit from those of other units or ranks."""
     graph = unit_graph(plan, unit, rank, {unit.codec: codec})
     parts = {task.part for task in graph if task.kind is TaskKind.ENCODE}
-    is_same_size = len(saved) == plan.world_size
-    own = [saved[rank]] if is_same_size else saved
     # Names of the tensors with an entry per element; others cannot be cut.
     kept = {name for name, tensor in codec.new_state(2, device).items() if tensor.numel() == 2}
-    # Each new rank takes the mean over the old ones. Together they then have the sum, times the new
-    # number of ranks over the old one.
-    share = _collect(own, unit, Part.GRADIENT, kept, 1 / len(own))
+    host = next((ranks for ranks in plan.hosts if rank in ranks), (rank,))
+    if len(saved) == plan.world_size:
+        share = _collect([saved[one] for one in host], unit, Part.GRADIENT, kept, 1.0)
+    else:
+        # Each new rank takes the mean over the old ones. Together they then have the sum, times the
+        # new number of ranks over the old one.
+        share = _collect(saved, unit, Part.GRADIENT, kept, len(host) / len(saved))
     if Part.GRADIENT in parts:
         _fill(states.of(unit, Part.GRADIENT, codec, device), share)
     if Part.SUM in parts:

@@ -18,15 +18,20 @@ from torch.futures import Future
 
 from lightning_dlres.codecs.gradient import GradientCodec, gradient_codec, gradient_codec_names
 from lightning_dlres.core.checks import keyword_arguments
-from lightning_dlres.core.comm.collectives import wait_for_collective
+from lightning_dlres.core.comm.collectives import gather_bytes, wait_for_collective
 from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
+from lightning_dlres.core.comm.socket_mailbox import SocketMailbox
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
+from lightning_dlres.gradsync.plan.hosts import Hosts, ranks_by_host
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 from lightning_dlres.gradsync.plan.units import GradientSpec
+
+# Mailboxes by the name of their transport.
+TRANSPORTS: dict[str, type[Mailbox]] = {"gloo": Mailbox, "zmq": SocketMailbox}
 
 
 class SyncSession:
@@ -40,6 +45,7 @@ class SyncSession:
         tracer: Gets a span for each task.
         group: Gloo group of all ranks, used by nothing else until the session is closed, and left
             to the caller then. None makes a new one: that hangs if a rank is lost.
+        transport: "gloo" for messages over torch.distributed, or "zmq" for ZeroMQ.
 
     Attributes:
         mailbox: Messages to the other ranks.
@@ -52,10 +58,11 @@ class SyncSession:
         check: Callable[[], None],
         tracer: Tracer,
         group: dist.ProcessGroup | None = None,
+        transport: str = "gloo",
     ) -> None:
         self._tracer, self._owns_group = tracer, group is None
         self._group = group or gloo_group()
-        self.mailbox = Mailbox(
+        self.mailbox = TRANSPORTS[transport](
             self._group,
             dist.get_rank(),
             [f"rank {rank}" for rank in range(dist.get_world_size())],
@@ -136,6 +143,25 @@ def gloo_group() -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=LONGER_THAN_ANY_RUN)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def hosts_of_ranks(
+    identity: str, group: dist.ProcessGroup, timeout: float, check: Callable[[], None]
+) -> Hosts:
+    """Return the ranks of each host; called by all ranks together.
+
+    Args:
+        identity: Identity of this rank's host.
+        group: Gloo group of all ranks.
+        timeout: Deadline in seconds.
+        check: Called while waiting; raises if a rank is known to have failed.
+
+    Raises:
+        PeerTimeoutError: If some rank does not take part in time.
+        PeerLostError: If a rank has failed, or its connection broke.
+    """
+    identities = gather_bytes(identity.encode(errors="surrogateescape"), timeout, check, group)
+    return ranks_by_host([one.decode(errors="surrogateescape") for one in identities])
 
 
 def all_ranks_agree(

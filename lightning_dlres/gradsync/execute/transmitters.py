@@ -47,6 +47,11 @@ class ReadySend:
         """Content of the payload."""
         return self.run.graph[self.task].part
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the payload."""
+        return self.run.payload_bytes(self.part)
+
 
 def sizes_of(sends: Sequence[ReadySend]) -> dict[str, int]:
     """Return the figures of a message, for its span: number of units, step, bytes of the payloads,
@@ -54,7 +59,7 @@ def sizes_of(sends: Sequence[ReadySend]) -> dict[str, int]:
     return {
         "units": len(sends),
         "step": sends[0].run.options.step,
-        "nbytes": sum(send.run.payload_bytes() for send in sends),
+        "nbytes": sum(send.nbytes for send in sends),
         "raw_nbytes": sum(send.run.gradient_bytes() for send in sends),
     }
 
@@ -84,7 +89,7 @@ class WaitingSends:
         """Add a payload."""
         destination = send.destination
         self.items.append(send)
-        self._bytes[destination] = self._bytes.get(destination, 0) + send.run.payload_bytes()
+        self._bytes[destination] = self._bytes.get(destination, 0) + send.nbytes
 
     def is_due(self) -> bool:
         """Return True if the payloads must not wait any longer."""
@@ -190,8 +195,7 @@ class CoordinatedTransmitter(Transmitter):
                 entry = item.run.options.step, item.run.unit.index, int(item.part)
                 self._ready[item.destination, entry] = item
                 if not self._is_replayed(entry[0]):
-                    nbytes = item.run.payload_bytes()
-                    transfers.append(Transfer(self._rank, item.destination, entry, nbytes))
+                    transfers.append(Transfer(self._rank, item.destination, entry, item.nbytes))
         if transfers:
             self._coordinator.report_ready(transfers)
         return [*messages, *self._replay()]
@@ -235,5 +239,5 @@ def _messages(sends: Sequence[ReadySend], message_bytes: int) -> list[list[Ready
             messages.append([])
             nbytes = 0
         messages[-1].append(send)
-        nbytes += send.run.payload_bytes()
+        nbytes += send.nbytes
     return messages

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.gradsync.plan.graph import Graph, task_graph
+from lightning_dlres.gradsync.plan.hosts import host_graph
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 from lightning_dlres.gradsync.plan.units import SyncUnit
 
@@ -25,4 +26,6 @@ def unit_graph(
         ConfigError: If the codec does not suit the topology.
     """
     encodes_own = unit.codec != RAW and codecs[unit.codec].transforms_gradient
+    if plan.hosts:
+        return host_graph(plan.topology, plan.hosts, rank, unit.owner, encodes_own=encodes_own)
     return task_graph(plan.topology, rank, plan.world_size, unit.owner, encodes_own=encodes_own)

@@ -105,14 +105,23 @@ class UnitRun:
         self._incoming: dict[tuple[int, Part], Tensor] = {}
         self._arrived: set[tuple[int, Part]] = set()
         self._total: Tensor | None = None
+        # True if the gradient is one of samples, of this rank or of another one of its host.
+        self._has_data = options.has_data
         self._gradient_bytes = gradient.numel() * gradient.element_size()
         self._payload_bytes = (
             self._gradient_bytes if codec is None else codec.payload_bytes(self.unit.count)
         )
 
-    def payload_bytes(self) -> int:
-        """Return the size of each of the unit's payloads."""
+    def payload_bytes(self, part: Part) -> int:
+        """Return the size of a payload that this rank sends."""
+        if part is Part.HOST:
+            return self._gradient_bytes if self.options.has_data else 0
         return self._payload_bytes
+
+    def accepted_bytes(self, part: Part) -> tuple[int, ...]:
+        """Return the sizes that a payload of another rank may have."""
+        # A rank without samples sends no gradient to the leader of its host.
+        return (self._gradient_bytes, 0) if part is Part.HOST else (self._payload_bytes,)
 
     def finish(self, position: int) -> list[int]:
         """Mark a task as done; return the positions of the tasks that it makes ready.
@@ -150,10 +159,15 @@ class UnitRun:
     def compute(self, task: SyncTask) -> None:
         """Run a compute task."""
         if task.kind is TaskKind.ENCODE:
-            self._encode(task.part, is_own=not task.after)
+            # A sum inside the host is made in the gradient itself.
+            is_own = all(self.graph[before].part is Part.HOST for before in task.after)
+            self._encode(task.part, is_own=is_own)
         elif task.kind is TaskKind.MERGE:
             assert task.peer is not None
-            self._merge(task.peer)
+            if task.part is Part.HOST:
+                self._merge_in_host(task.peer)
+            else:
+                self._merge(task.peer)
         else:
             self._decode()
 
@@ -163,6 +177,9 @@ class UnitRun:
         if not is_own:
             assert self._total is not None
             source = self._total
+        if part is Part.HOST:
+            self.outgoing[part] = source if self._has_data else source[:0]
+            return
         if self.codec is None:
             self.outgoing[part] = source
             return
@@ -170,7 +187,7 @@ class UnitRun:
         scale = 1 / self.options.loss_scale if is_own else 1.0
         payload = self.tasks.memory(part.name, self._payload_bytes, torch.uint8, source.device)
         state = self._states.of(self.unit, part, self.codec, source.device)
-        if is_own and not self.options.has_data:
+        if is_own and not self._has_data:
             # A rank without data sends zeros and keeps its residual for a later step.
             state = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         elif RESIDUAL in state and not self.options.keeps_errors(part):
@@ -182,6 +199,13 @@ class UnitRun:
             source = source.to(torch.float32)
         self.codec.compress(source, state, payload, scale=scale, seed=seed)
         self.outgoing[part] = payload
+
+    def _merge_in_host(self, peer: int) -> None:
+        """Add the gradient of another rank of this host, which has sent none without samples."""
+        part = self._incoming.pop((peer, Part.HOST))
+        if part.numel():
+            self._gradient.add_(part.view(self._gradient.dtype).to(self._gradient.device))
+            self._has_data = True
 
     def _merge(self, peer: int) -> None:
         is_first = self._total is None

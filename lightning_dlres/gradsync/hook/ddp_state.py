@@ -35,6 +35,7 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.planning import AUTO, check_optimizers, is_adam_like
 from lightning_dlres.gradsync.execute.session import (
+    TRANSPORTS,
     all_reduce_mean,
     flat_gradients,
     gradient_codecs,
@@ -72,6 +73,13 @@ class GradientSyncState:
             learns its plan in a step and repeats it; "none" sends payloads as soon as they are
             ready. "auto" tries "replay" and "none" at the start, and takes "replay" if it gains
             more than 2 %.
+        transport: "gloo" sends messages over torch.distributed, and "zmq" over ZeroMQ, encrypted
+            between hosts. "auto" takes "gloo".
+        hierarchy: "auto" adds the gradients of the ranks of a host as they are, and compresses only
+            what travels between hosts. It has no effect with one host, or with one rank on each.
+            "off" lets each rank synchronise by itself.
+        host: Identity of this rank's host, the same for all its ranks. None: its host name, boot
+            and network namespace.
         min_bytes: Gradients with fewer bytes are not compressed.
         replan: "auto" measures again when the steps have become slower or faster, and changes what
             was left to "auto" if that pays. False keeps the first plan.
@@ -104,6 +112,9 @@ class GradientSyncState:
         codec_options: Mapping[str, Any] | None = None,
         topology: str = AUTO,
         coordinator: Literal["auto", "always", "replay", "none"] = "auto",
+        transport: Literal["auto", "gloo", "zmq"] = "auto",
+        hierarchy: Literal["auto", "off"] = "auto",
+        host: str | None = None,
         min_bytes: int = 16 << 10,
         replan: Literal["auto", False] = "auto",
         timeout: float | str | timedelta = "5min",
@@ -124,6 +135,10 @@ class GradientSyncState:
                 rule = "'ps' for a codec with momentum or clipping"
                 raise ConfigError(got_expected("topology", topology, rule, "topology='ps'"))
             topology = "ps"
+        one_of("transport", transport, (AUTO, *TRANSPORTS), "transport='gloo'")
+        one_of("hierarchy", hierarchy, (AUTO, "off"), "hierarchy='auto'")
+        if host is not None and not (isinstance(host, str) and host):
+            raise ConfigError(got_expected("host", host, "a text or None", "host=None"))
         if replan is not False and replan != AUTO:
             raise ConfigError(got_expected("replan", replan, "'auto' or False", "replan=False"))
         checked_optimizers = check_optimizers(optimizers)
@@ -144,6 +159,9 @@ class GradientSyncState:
         self._sync = PlannedSync(
             self._planner,
             coordinator=coordinator,
+            transport="gloo" if transport == AUTO else transport,
+            has_hierarchy=hierarchy == AUTO,
+            host=host,
             may_replan=replan == AUTO,
             timeout=timeout_seconds(timeout),
             check=check or no_check,
@@ -271,7 +289,7 @@ class GradientSyncState:
             return mean()
         self.open(buffer.device, buffer.element_size())
         gradients = self._gradients_of(bucket)
-        self._sync.unsent.add_to(gradients, self.loss_scale)
+        has_unsent = self._sync.unsent.add_to(gradients, self.loss_scale)
         if self.synchroniser is None:
             return mean()
         future: Future[Tensor] = Future()
@@ -280,7 +298,7 @@ class GradientSyncState:
             gradients,
             functools.partial(self._finish, future, buffer),
             loss_scale=self.loss_scale,
-            has_data=self.has_data,
+            has_data=self.has_data or has_unsent,
             continues=self._continues,
         )
         return future

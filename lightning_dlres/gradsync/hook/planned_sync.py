@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dlres.core.host.identity import host_identity
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.carried_states import carried_states
 from lightning_dlres.gradsync.execute.coordinator_trial import tried_coordinator
@@ -19,11 +20,17 @@ from lightning_dlres.gradsync.execute.saved_states import (
     unsent_mean,
     unsent_raw,
 )
-from lightning_dlres.gradsync.execute.session import SyncSession, all_ranks_agree, gloo_group
+from lightning_dlres.gradsync.execute.session import (
+    SyncSession,
+    all_ranks_agree,
+    gloo_group,
+    hosts_of_ranks,
+)
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.hook.drift_watch import DriftWatch
 from lightning_dlres.gradsync.hook.planner import HookPlanner
 from lightning_dlres.gradsync.hook.unsent_gradients import UnsentGradients
+from lightning_dlres.gradsync.plan.hosts import shares_hosts
 from lightning_dlres.gradsync.plan.plan import SyncPlan
 from lightning_dlres.gradsync.plan.plan_change import PlanChange
 from lightning_dlres.gradsync.plan.units import GradientSpec
@@ -40,6 +47,9 @@ class PlannedSync:
     Args:
         planner: Planner, which holds the current plan.
         coordinator: "auto", "always", "replay" or "none".
+        transport: "gloo" or "zmq".
+        has_hierarchy: True lets one rank of a host synchronise for the others.
+        host: Identity of this rank's host; None for that of `host_identity`.
         may_replan: True plans again when the steps drift, if the planner has something to choose.
         timeout: Seconds that a rank waits for another.
         check: Called while waiting; raises if a rank is known to have failed.
@@ -60,6 +70,9 @@ class PlannedSync:
         planner: HookPlanner,
         *,
         coordinator: str,
+        transport: str,
+        has_hierarchy: bool,
+        host: str | None,
         may_replan: bool,
         timeout: float,
         check: Callable[[], None],
@@ -67,6 +80,7 @@ class PlannedSync:
         tracer: Tracer,
     ) -> None:
         self._planner, self._coordinator, self._may_replan = planner, coordinator, may_replan
+        self._transport, self._has_hierarchy, self._host = transport, has_hierarchy, host
         self._timeout, self._check, self._tracer = timeout, check, tracer
         self._keeps_previous = keeps_previous
         self.session: SyncSession | None = None
@@ -118,6 +132,10 @@ class PlannedSync:
     def _connect(self, saved: Sequence[Mapping[str, Any]], step: int) -> None:
         planner, rank = self._planner, dist.get_rank()
         self._control, self._group = gloo_group(), gloo_group()
+        if self._has_hierarchy:
+            identity = host_identity() if self._host is None else self._host
+            hosts = hosts_of_ranks(identity, self._control, self._timeout, self._check)
+            planner.hosts = hosts if shares_hosts(hosts) else ()
         session = self._new_session(self._group, self._tracer)
         with session.ended_by_failures():
             planner.make(self._gradients, saved, session.mailbox, self._device, self._element_bytes)
@@ -134,7 +152,13 @@ class PlannedSync:
             self.watch = DriftWatch()
 
     def _new_session(self, group: dist.ProcessGroup | None, tracer: Tracer) -> SyncSession:
-        return SyncSession(timeout=self._timeout, check=self._check, tracer=tracer, group=group)
+        return SyncSession(
+            timeout=self._timeout,
+            check=self._check,
+            tracer=tracer,
+            group=group,
+            transport=self._transport,
+        )
 
     def _start(self, session: SyncSession, plan: SyncPlan, step: int) -> None:
         coordinator, codecs = self._coordinator, self._planner.codecs
@@ -146,6 +170,7 @@ class PlannedSync:
                 timeout=self._timeout,
                 check=self._check,
                 group=self._control,
+                transport=self._transport,
             )
         session.start(
             plan,

@@ -23,6 +23,7 @@ from lightning_dlres.gradsync.plan.cost_model import auto_codecs
 from lightning_dlres.gradsync.plan.costs import SyncCosts
 from lightning_dlres.gradsync.plan.decision import SyncDecision
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
+from lightning_dlres.gradsync.plan.hosts import Hosts, over_hosts, plan_of_leaders
 from lightning_dlres.gradsync.plan.plan import SyncPlan, choices_by_size, make_plan
 from lightning_dlres.gradsync.plan.plan_change import PlanChange, change_of_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
@@ -45,6 +46,8 @@ class HookPlanner:
         plan: Current plan; None for torch's all-reduce.
         decision: Decision that led to the plan; None if the cost model was not asked.
         algorithm: Current algorithm, or "auto" before the first plan.
+        hosts: Ranks of each host, if one rank of a host synchronises for the others. Decisions are
+            then for the hosts, and the plan for all ranks.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class HookPlanner:
         self.codecs, self.algorithm = dict(codecs), algorithm
         self.plan: SyncPlan | None = None
         self.decision: SyncDecision | None = None
+        self.hosts: Hosts = ()
         self._costs: SyncCosts | None = None
 
     @property
@@ -99,15 +103,18 @@ class HookPlanner:
         """
         world_size = dist.get_world_size()
         if not self.is_automatic:
+            # With hosts, their first ranks share the merging.
+            size = len(self.hosts) or world_size
             choices = choices_by_size(
                 gradients,
                 self.codecs.get(self._algorithm),
                 least_elements=-(-self._min_bytes // 4),
-                world_size=world_size,
+                world_size=size,
             )
-            self.plan = make_plan(
-                gradients, choices, world_size=world_size, topology=self._topology, alignment=BLOCK
+            plan = make_plan(
+                gradients, choices, world_size=size, topology=self._topology, alignment=BLOCK
             )
+            self.plan = over_hosts(plan, self.hosts)
             return
         if self._algorithm == AUTO:
             runnable = {
@@ -117,7 +124,7 @@ class HookPlanner:
             }
             self.codecs = auto_codecs(runnable, is_adam_like=self._is_adam_like)
         topologies = tuple(TOPOLOGIES) if self._topology == AUTO else (self._topology,)
-        self.plan = saved_plan(saved, gradients, self.codecs, topologies, world_size)
+        self.plan = saved_plan(saved, gradients, self.codecs, topologies, world_size, self.hosts)
         if self.plan is not None:
             # A new measurement might lead to another plan, and the run would not continue exactly.
             self.algorithm = saved[0]["algorithm"]
@@ -143,16 +150,17 @@ class HookPlanner:
         Returns:
             The change, the same on all ranks; None if the plan stays.
         """
+        plan = None if self.plan is None else plan_of_leaders(self.plan)
         decision, current = plan_again(
             gradients,
             self.codecs,
             mailbox,
             self._options(device, element_bytes),
-            plan=self.plan,
+            plan=plan,
             earlier=self._costs,
         )
         self._costs = decision.costs
-        change = change_of_plan(step, self.algorithm, self.plan, current, decision, self.codecs)
+        change = change_of_plan(step, self.algorithm, plan, current, decision, self.codecs)
         if change is not None:
             self._follow(decision)
         return change
@@ -166,8 +174,10 @@ class HookPlanner:
             device=device,
             element_bytes=element_bytes,
             is_coordinated=self._is_coordinated,
+            hosts=self.hosts,
         )
 
     def _follow(self, decision: SyncDecision) -> None:
-        self.decision, self.plan, self.algorithm = decision, decision.plan, decision.algorithm
+        self.decision, self.algorithm = decision, decision.algorithm
+        self.plan = None if decision.plan is None else over_hosts(decision.plan, self.hosts)
         self._costs = decision.costs

@@ -32,11 +32,13 @@ class UnsentGradients:
         """Forget what was added, because the optimizer has used it."""
         self._added.clear()
 
-    def add_to(self, gradients: Mapping[str, Tensor], loss_scale: float) -> None:
-        """Add to flat gradients by name."""
-        for name in self._values.keys() & gradients.keys():
+    def add_to(self, gradients: Mapping[str, Tensor], loss_scale: float) -> bool:
+        """Add to flat gradients by name; return True if there was something to add."""
+        names = self._values.keys() & gradients.keys()
+        for name in names:
             value = self._added[name] = self._values.pop(name)
             gradients[name].add_(value.to(gradients[name]), alpha=loss_scale)
+        return bool(names)
 
     def undo(self) -> None:
         """Take back what was added, because the optimizer has skipped the step."""

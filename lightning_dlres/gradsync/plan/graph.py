@@ -8,6 +8,9 @@ Two things travel: partial sums of the gradient on their way to the rank that co
 (`Part.GRADIENT`), and the encoded sum on its way to all ranks (`Part.SUM`). Only the rank that
 completes the sum encodes it. All ranks, this one included, decode the same bytes, and so hold the
 same gradient bit for bit.
+
+A third one, gradients on their way to another rank of the same host (`Part.HOST`), is only in the
+graphs of `hosts`.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ class TaskKind(Enum):
 
 
 class Part(IntEnum):
-    """Content of a transfer: a partial sum of the gradient, or the sum for all ranks."""
+    """Content of a transfer: a partial sum of the gradient, the sum for all ranks, or the gradient
+    of a rank, as it is, for the leader of its host."""
 
     GRADIENT = 0
     SUM = 1
+    HOST = 2
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ class SyncPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         world_size: Number of ranks.
         topology: "ps" (parameter server) or "ring".
         units: All units, by index.
+        hosts: Ranks of each host, if the first rank of a host synchronises for the others; empty
+            if each rank synchronises by itself.
 
     Raises:
         ConfigError: If the fields contradict each other.
@@ -42,6 +44,7 @@ class SyncPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     world_size: int
     topology: str
     units: tuple[SyncUnit, ...]
+    hosts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         whole_number("world_size", self.world_size, "world_size=2")
@@ -51,6 +54,7 @@ class SyncPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(
                 f"units must be numbered from 0 in their order, got {indices}. Use make_plan."
             )
+        self._check_hosts()
         for unit in self.units:
             if not 0 <= unit.owner < self.world_size:
                 raise ConfigError(
@@ -61,6 +65,18 @@ class SyncPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     f"units must be ranges of elements, got {unit.start} to {unit.stop} of "
                     f"{unit.gradient!r}. Use make_plan."
                 )
+
+    def _check_hosts(self) -> None:
+        ranks = sorted(rank for host in self.hosts for rank in host)
+        is_sorted = all(host and list(host) == sorted(host) for host in self.hosts)
+        if self.hosts and not (is_sorted and ranks == list(range(self.world_size))):
+            rule = f"sorted and have each of the {self.world_size} ranks once"
+            raise ConfigError(f"hosts must be {rule}, got {self.hosts}. Use ranks_by_host.")
+        leaders = {host[0] for host in self.hosts}
+        wrong = {unit.owner for unit in self.units} - leaders
+        if self.hosts and wrong:
+            rule = f"one of the first ranks of the hosts {sorted(leaders)}"
+            raise ConfigError(got_expected("owner", min(wrong), rule, f"rank {min(leaders)}"))
 
     def units_of(self, gradient: str) -> list[SyncUnit]:
         """Return the units of a gradient, in the order of its elements."""
@@ -88,6 +104,8 @@ class SyncPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             rows.append([owner, codec, gradients, len(units), elements, share])
         columns = ["owner", "codec", "gradients", "units", "elements", "% of all"]
         title = f"Gradient synchronisation plan: {self.topology}, {self.world_size} ranks"
+        if self.hosts:
+            title += f" on {len(self.hosts)} hosts"
         return render(title, columns, rows)
 
     def to_json(self) -> str:

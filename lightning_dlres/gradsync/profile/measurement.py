@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import torch
 
 from lightning_dlres.codecs.gradient import GradientCodec
-from lightning_dlres.gradsync.plan.costs import SyncCosts
+from lightning_dlres.core.wire.decoding import from_json
+from lightning_dlres.gradsync.plan.costs import LinkCosts, SyncCosts
+from lightning_dlres.gradsync.plan.hosts import Hosts, host_leaders
 from lightning_dlres.gradsync.profile.codec_times import measure_codecs
 from lightning_dlres.gradsync.profile.link_times import measure_links
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
@@ -30,6 +33,7 @@ def measure_costs(
     elements: int,
     element_bytes: int = 4,
     earlier: SyncCosts | None = None,
+    hosts: Hosts = (),
 ) -> SyncCosts:
     """Return the costs, the same on all ranks; called by all of them.
 
@@ -44,13 +48,15 @@ def measure_costs(
         elements: Elements of all gradients.
         element_bytes: Bytes of an element of a gradient.
         earlier: Costs of an earlier measurement, the same on all ranks; None if there are none.
+        hosts: Ranks of each host, if one rank of a host synchronises for the others. The links are
+            then those between the hosts.
 
     Raises:
         PeerError: If a rank is late or lost.
     """
-    unit = min(elements // (_UNITS_PER_RANK * messages.ranks), _MOST_ELEMENTS)
+    unit = min(elements // (_UNITS_PER_RANK * (len(hosts) or messages.ranks)), _MOST_ELEMENTS)
     nbytes = elements * element_bytes
-    links = measure_links(messages, seconds=_LINK_SECONDS)
+    links = _measure_links(messages, hosts)
     all_reduce = measure_all_reduce(messages, device, most_bytes=nbytes, seconds=_REDUCE_SECONDS)
     if (
         earlier is not None
@@ -73,3 +79,14 @@ def _are_alike(before: Sequence[float], after: Sequence[float]) -> bool:
     return all(
         a <= _SAME_BAND * b and b <= _SAME_BAND * a for a, b in zip(before, after, strict=True)
     )
+
+
+def _measure_links(messages: ProbeMessages, hosts: Hosts) -> LinkCosts:
+    """Return the costs of the links between all ranks, or between the first ranks of the hosts."""
+    if not hosts:
+        return measure_links(messages, seconds=_LINK_SECONDS)
+    leaders, text = host_leaders(hosts), ""
+    if messages.rank in leaders:
+        links = measure_links(messages.among(leaders), seconds=_LINK_SECONDS)
+        text = msgspec.json.encode(links).decode()
+    return from_json(str(messages.share(text)), LinkCosts)

@@ -18,12 +18,18 @@ class ProbeMessages:
 
     Args:
         mailbox: Messages to the other ranks. Its timeout is the deadline of each message.
+        among: Ranks that take part, numbered in their order; None: all ranks.
     """
 
-    def __init__(self, mailbox: Mailbox) -> None:
-        self.rank, self.ranks = mailbox.rank, len(mailbox.names)
+    def __init__(self, mailbox: Mailbox, among: Sequence[int] | None = None) -> None:
+        self._members = list(range(len(mailbox.names))) if among is None else list(among)
+        self.rank, self.ranks = self._members.index(mailbox.rank), len(self._members)
         self.check, self.timeout = mailbox.check, mailbox.timeout
         self._mailbox, self._count = mailbox, 0
+
+    def among(self, ranks: Sequence[int]) -> ProbeMessages:
+        """Return the messages between some of the ranks, of which this rank is one."""
+        return ProbeMessages(self._mailbox, [self._members[rank] for rank in ranks])
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Return every rank's numbers, by rank. No rank returns before all have called this.
@@ -37,9 +43,10 @@ class ProbeMessages:
         key = "numbers", self._count
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         for other in others:
-            self._mailbox.send(other, Channel.SYNC_PROBE, key, list(values))
+            self._mailbox.send(self._members[other], Channel.SYNC_PROBE, key, list(values))
         gathered = {
-            other: self._mailbox.receive(other, Channel.SYNC_PROBE, key, _WHAT) for other in others
+            other: self._mailbox.receive(self._members[other], Channel.SYNC_PROBE, key, _WHAT)
+            for other in others
         }
         gathered[self.rank] = list(values)
         return [gathered[rank] for rank in range(self.ranks)]
@@ -60,11 +67,15 @@ class ProbeMessages:
         """
         self._count += 1
         key = "shared", self._count
-        return self._mailbox.broadcast(0, Channel.SYNC_PROBE, key, tree, _WHAT)
+        source, channel = self._members[0], Channel.SYNC_PROBE
+        if self.rank:
+            return self._mailbox.receive(source, channel, key, _WHAT)
+        self._mailbox.send_copies(self._members[1:], channel, key, tree)
+        return tree
 
     def send(self, destination: int, payload: Tensor) -> None:
         """Send bytes, without waiting."""
-        self._mailbox.send(destination, Channel.SYNC_PROBE, ("probe",), payload)
+        self._mailbox.send(self._members[destination], Channel.SYNC_PROBE, ("probe",), payload)
 
     def receive(self, source: int) -> Tensor:
         """Return the next bytes from a rank.
@@ -72,6 +83,7 @@ class ProbeMessages:
         Raises:
             PeerError: If the rank is late or lost.
         """
-        payload = self._mailbox.receive(source, Channel.SYNC_PROBE, ("probe",), _WHAT)
+        peer = self._members[source]
+        payload = self._mailbox.receive(peer, Channel.SYNC_PROBE, ("probe",), _WHAT)
         assert isinstance(payload, torch.Tensor)
         return payload

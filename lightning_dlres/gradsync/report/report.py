@@ -99,7 +99,7 @@ class SyncReport:
                 f"[{trace}]({trace}) holds the work of every rank in the last steps. Open it in "
                 "<https://ui.perfetto.dev>. Compute tasks are in the row `dlres-sync-compute`, "
                 "sent messages in `dlres-sync-transfer`, received ones in `receive-GRADIENT_SYNC-` "
-                "with the number of the sender.",
+                "with the number of the sender, or in `receive-sockets` over ZeroMQ.",
             ]
         return "\n\n".join(parts) + "\n"
 

@@ -86,6 +86,9 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         coordinator: "always" asks a coordinator on rank 0 when to send each payload; "replay"
             learns its plan in a step and repeats it; "none" sends payloads as soon as they are
             ready. "auto" tries both at the start, and takes "replay" if it gains more than 2 %.
+        transport: "gloo", "zmq" (ZeroMQ, encrypted between hosts), or "auto" for "gloo".
+        hierarchy: "auto" adds gradients as they are inside a host, and compresses between hosts.
+            "off" lets each rank synchronise by itself.
         min_bytes: Gradients with fewer bytes are not compressed.
         replan: "auto" measures again when the steps have become slower or faster, and changes what
             was left to "auto" if that pays. False keeps the first plan.
@@ -120,6 +123,8 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         codec_options: dict[str, Any] | None = None,
         topology: Literal["auto", "ps", "ring"] = "auto",
         coordinator: Literal["auto", "always", "replay", "none"] = "auto",
+        transport: Literal["auto", "gloo", "zmq"] = "auto",
+        hierarchy: Literal["auto", "off"] = "auto",
         min_bytes: int = 16 << 10,
         replan: Literal["auto", False] = "auto",
         share_samples: Literal["equal", "speed"] | list[float] = "equal",
@@ -158,6 +163,8 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
             "codec_options": codec_options,
             "topology": topology,
             "coordinator": coordinator,
+            "transport": transport,
+            "hierarchy": hierarchy,
             "min_bytes": min_bytes,
             "replan": replan,
             "timeout": timeout,

@@ -11,6 +11,7 @@ from lightning_dlres.core.comm.collectives import (
     all_ranks,
     any_rank,
     broadcast_tree,
+    gather_bytes,
     gather_numbers,
     wait_for_collective,
 )
@@ -38,6 +39,8 @@ def use_all_collectives(context: RankContext) -> list[Any]:
     numbers = gather_numbers([float(rank), 0.1 * rank], SECONDS, no_failure)
     assert numbers == [[float(r), 0.1 * r] for r in range(world)], "all 64 bits arrive"
     assert gather_numbers([], SECONDS, no_failure) == [[]] * world
+    pieces = gather_bytes(bytes([rank]) * rank, SECONDS, no_failure)
+    assert pieces == [bytes([r]) * r for r in range(world)], "ranks may have unlike lengths"
     return [
         any_rank(flag, SECONDS, no_failure) for flag in (True, False, rank == 0, rank == world - 1)
     ] + [

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dlres.core.comm.mailbox import Channel, Mailbox
+from lightning_dlres.core.comm.socket_mailbox import SocketMailbox
 from lightning_dlres.core.errors import PeerError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire.tree import flatten
@@ -27,23 +28,30 @@ from tests.support.waiting import no_failure
 TIMEOUT = 20.0
 # Timeout of the process group: never reached, so that the mailbox's own timeout decides.
 GROUP_TIMEOUT = timedelta(days=1)
+TRANSPORTS = ("gloo", "zmq")
 NAMES = [f"stage {rank} (rank {rank})" for rank in range(3)]
 
 
 def open_mailbox(
-    context: RankContext, timeout: float = TIMEOUT, check: Callable[[], None] = no_failure
+    context: RankContext,
+    transport: str,
+    timeout: float = TIMEOUT,
+    check: Callable[[], None] = no_failure,
 ) -> Mailbox:
     context.init_process_group()
     group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     names = NAMES[: context.world_size]
-    return Mailbox(group, context.rank, names, timeout=timeout, check=check, tracer=Tracer())
+    kind = {"gloo": Mailbox, "zmq": SocketMailbox}[transport]
+    mailbox = kind(group, context.rank, names, timeout=TIMEOUT, check=no_failure, tracer=Tracer())
+    mailbox.timeout, mailbox.check = timeout, check
+    return mailbox
 
 
 @contextmanager
-def mailbox_of(context: RankContext) -> Iterator[Mailbox]:
+def mailbox_of(context: RankContext, transport: str) -> Iterator[Mailbox]:
     """Context manager that opens a mailbox, and closes it on all ranks."""
-    mailbox = open_mailbox(context)
+    mailbox = open_mailbox(context, transport)
     yield mailbox
     mailbox.close(orderly=True)
     dist.barrier()
@@ -79,9 +87,9 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
-def exchange_trees(context: RankContext) -> list[str]:
+def exchange_trees(context: RankContext, transport: str) -> list[str]:
     peer = 1 - context.rank
-    with mailbox_of(context) as mailbox:
+    with mailbox_of(context, transport) as mailbox:
         # GRADIENT_SYNC is the channel whose frames are as short as their messages.
         for channel in (Channel.ACTIVATION, Channel.GRADIENT, Channel.GRADIENT_SYNC):
             for number, tree in enumerate(trees(10 * context.rank + channel)):
@@ -97,12 +105,13 @@ def exchange_trees(context: RankContext) -> list[str]:
     return mailbox_threads()
 
 
-def test_trees_arrive_in_order_and_close_ends_all_threads(pool: RankPool) -> None:
-    assert pool.run(exchange_trees, 2) == [[], []]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_trees_arrive_in_order_and_close_ends_all_threads(pool: RankPool, transport: str) -> None:
+    assert pool.run(exchange_trees, 2, transport) == [[], []]
 
 
-def send_requires_grad(context: RankContext) -> None:
-    with mailbox_of(context) as mailbox:
+def send_requires_grad(context: RankContext, transport: str) -> None:
+    with mailbox_of(context, transport) as mailbox:
         sent = [
             torch.ones(2, requires_grad=True),
             torch.ones(2000, requires_grad=True) * 2,
@@ -116,12 +125,13 @@ def send_requires_grad(context: RankContext) -> None:
             assert all(t.is_leaf for t in received)
 
 
-def test_requires_grad_is_sent(pool: RankPool) -> None:
-    pool.run(send_requires_grad, 2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_requires_grad_is_sent(pool: RankPool, transport: str) -> None:
+    pool.run(send_requires_grad, 2, transport)
 
 
-def broadcast_from_all(context: RankContext) -> None:
-    with mailbox_of(context) as mailbox:
+def broadcast_from_all(context: RankContext, transport: str) -> None:
+    with mailbox_of(context, transport) as mailbox:
         for source in range(3):
             own: Any = torch.full((40_000,), float(context.rank)) if context.rank == source else 0
             received = mailbox.broadcast(source, Channel.STEP, ("step", source), own, "the step")
@@ -132,12 +142,13 @@ def broadcast_from_all(context: RankContext) -> None:
                 assert torch.equal(received, torch.full((40_000,), float(source)))
 
 
-def test_every_rank_can_broadcast(pool: RankPool) -> None:
-    pool.run(broadcast_from_all, 3)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_rank_can_broadcast(pool: RankPool, transport: str) -> None:
+    pool.run(broadcast_from_all, 3, transport)
 
 
-def receive_unexpected(context: RankContext) -> str:
-    with mailbox_of(context) as mailbox:
+def receive_unexpected(context: RankContext, transport: str) -> str:
+    with mailbox_of(context, transport) as mailbox:
         if context.rank == 1:
             mailbox.send(0, Channel.GRADIENT, (3, 1), torch.ones(2000))
             mailbox.send(0, Channel.GRADIENT, (4, 1), "next")
@@ -148,19 +159,20 @@ def receive_unexpected(context: RankContext) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_a_message_with_another_key_is_an_error(pool: RankPool) -> None:
-    assert pool.run(receive_unexpected, 2)[0] == (
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_message_with_another_key_is_an_error(pool: RankPool, transport: str) -> None:
+    assert pool.run(receive_unexpected, 2, transport)[0] == (
         "ProtocolError: stage 0 (rank 0) expected message (2, 1) (the gradients of micro-batch 2) "
         "from stage 1 (rank 1) and got (3, 1): the ranks are out of step."
     )
 
 
-def wait_in_vain(context: RankContext, failure: str) -> tuple[str, str]:
+def wait_in_vain(context: RankContext, transport: str, failure: str) -> tuple[str, str]:
     def check() -> None:
         if failure:
             raise PeerLostError(failure)
 
-    mailbox = open_mailbox(context, 0.3, check)
+    mailbox = open_mailbox(context, transport, 0.3, check)
     if context.rank == 1:
         mailbox.send(0, Channel.ACTIVATION, (0,), "last words")
         dist.barrier()
@@ -175,8 +187,9 @@ def wait_in_vain(context: RankContext, failure: str) -> tuple[str, str]:
     return first, f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_the_timeout_error_names_message_and_peer(pool: RankPool) -> None:
-    first, error = pool.run(wait_in_vain, 2, "")[0]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_timeout_error_names_message_and_peer(pool: RankPool, transport: str) -> None:
+    first, error = pool.run(wait_in_vain, 2, transport, "")[0]
     assert first == "last words"
     assert error.startswith(
         "PeerTimeoutError: stage 0 (rank 0) waited 0.3 s for the activations of micro-batch 1 from "
@@ -184,14 +197,15 @@ def test_the_timeout_error_names_message_and_peer(pool: RankPool) -> None:
     )
 
 
-def test_a_known_failure_ends_the_wait(pool: RankPool) -> None:
-    first, error = pool.run(wait_in_vain, 2, "stage 7 is gone")[0]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_known_failure_ends_the_wait(pool: RankPool, transport: str) -> None:
+    first, error = pool.run(wait_in_vain, 2, transport, "stage 7 is gone")[0]
     assert first == "last words"
     assert error == "PeerLostError: stage 7 is gone"
 
 
-def lose_rank_one(context: RankContext) -> list[str]:
-    mailbox = open_mailbox(context)
+def lose_rank_one(context: RankContext, transport: str) -> list[str]:
+    mailbox = open_mailbox(context, transport)
     if context.rank == 1:
         mailbox.send(0, Channel.ACTIVATION, (0,), torch.ones(5000))
         mailbox.receive(0, Channel.OBJECT, ("now",), "the signal to exit")
@@ -207,8 +221,9 @@ def lose_rank_one(context: RankContext) -> list[str]:
     return errors
 
 
-def test_the_error_names_a_rank_that_died(pool: RankPool) -> None:
-    alive, dead = pool.run_expecting_errors(lose_rank_one, 2, keep=True)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_error_names_a_rank_that_died(pool: RankPool, transport: str) -> None:
+    alive, dead = pool.run_expecting_errors(lose_rank_one, 2, transport, keep=True)
     assert dead.error_type == "RankDied"
     assert alive.error_type is None, alive.traceback
     for error in alive.value:
@@ -217,8 +232,8 @@ def test_the_error_names_a_rank_that_died(pool: RankPool) -> None:
         )
 
 
-def send_unsendable(context: RankContext) -> None:
-    with mailbox_of(context) as mailbox:
+def send_unsendable(context: RankContext, transport: str) -> None:
+    with mailbox_of(context, transport) as mailbox:
         if context.rank == 0:
             with pytest.raises(ValueError, match=r"builtins\.object cannot be sent"):
                 mailbox.send(1, Channel.OBJECT, ("x",), [object()])
@@ -227,12 +242,15 @@ def send_unsendable(context: RankContext) -> None:
             assert mailbox.receive(0, Channel.OBJECT, ("x",), "x") == "fine"
 
 
-def test_a_value_that_cannot_be_sent_is_an_error_of_the_sender(pool: RankPool) -> None:
-    pool.run(send_unsendable, 2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_value_that_cannot_be_sent_is_an_error_of_the_sender(
+    pool: RankPool, transport: str
+) -> None:
+    pool.run(send_unsendable, 2, transport)
 
 
-def send_unknown_class(context: RankContext) -> str:
-    mailbox = open_mailbox(context, timeout=1.0)
+def send_unknown_class(context: RankContext, transport: str) -> str:
+    mailbox = open_mailbox(context, transport, timeout=1.0)
     if context.rank == 0:
         mailbox.send(1, Channel.BATCH, ("x",), make_local_class()(1))
         dist.barrier()
@@ -251,7 +269,10 @@ def make_local_class() -> Any:
     return kind
 
 
-def test_the_error_names_a_class_that_the_receiver_has_not_imported(pool: RankPool) -> None:
-    error = pool.run(send_unknown_class, 2)[1]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_error_names_a_class_that_the_receiver_has_not_imported(
+    pool: RankPool, transport: str
+) -> None:
+    error = pool.run(send_unknown_class, 2, transport)[1]
     assert error.startswith(("ProtocolError", "PeerLostError"))
     assert "OnlyHere' arrived in a batch, but no such class is imported here" in error

@@ -16,11 +16,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 import zmq
 
 from lightning_dlres.core.comm import heartbeat
 from lightning_dlres.core.comm.liveness import Watch
+from lightning_dlres.core.comm.receiving_thread import PREFIX
 from lightning_dlres.core.wire.endpoint import Client
+from lightning_dlres.core.wire.payload import encode
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
@@ -36,6 +39,7 @@ from tests.support.hostile_clients import (
     malformed,
     resident_bytes,
 )
+from tests.support.rank_sockets import CHANNEL, TwoRanks
 from tests.support.waiting import wait_until
 
 # Number of hostile messages to a server.
@@ -214,6 +218,28 @@ def test_a_cache_survives_hostile_clients(
 
 def socket_of(base: Path) -> Path:
     return base / f"dlres-{os.getuid()}" / "fuzz" / "cache.sock"
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_mailbox_survives_hostile_clients(stack: ExitStack, count: int) -> None:
+    ranks = TwoRanks(stack)
+    numbers = itertools.count()
+    before = resident_bytes()
+
+    def good() -> None:
+        sent = [next(numbers), torch.ones(20_000)]
+        ranks.send(sent)
+        key, received = ranks.items.get(timeout=SECONDS)  # type: ignore[misc]
+        assert (key, received[0]) == (("key",), sent[0])
+        assert torch.equal(received[1], sent[1])
+
+    typed = [PREFIX.pack(CHANNEL, n) + encode([n, torch.ones(5)], ("key",))[0] for n in range(3)]
+    attack(stack, ranks.sockets[0].endpoint, count, ["rank 1"], typed, good)
+    refusals = ranks.sockets[0].refusals
+    # A client without a token is cut off, and loses what it has sent besides.
+    wait_until(lambda: refusals.count > count // 50, "all clients have come and were refused")
+    assert ranks.receiving.failures == {}
+    assert resident_bytes() < 2 * before
 
 
 @pytest.mark.parametrize("count", COUNTS)

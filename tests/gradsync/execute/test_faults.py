@@ -126,7 +126,13 @@ def send_nonsense(mailbox: RecordingMailbox) -> None:
 
 
 def suffer(
-    context: RankContext, topology: str, mode: str, victim: int, fault: str, is_watched: bool
+    context: RankContext,
+    topology: str,
+    mode: str,
+    victim: int,
+    fault: str,
+    is_watched: bool,
+    transport: str = "gloo",
 ) -> tuple[str, float, list[str]]:
     """Return the error of this rank, the seconds from the fault's step on, and its threads."""
     before = threading.enumerate()
@@ -142,6 +148,7 @@ def suffer(
             plan_for(topology),
             {"tbq": codec},
             mode=mode,
+            transport=transport,
             check=watch.check if watch is not None else lambda: None,
         ) as opened:
             for step in range(STEPS):
@@ -183,36 +190,48 @@ def check_survivors(outcomes: list[Any], victim: int) -> None:
 
 
 # Cases that run by default: each mode, topology and victim at least once.
-KILLED = [("ps", "none", 1), ("ring", "none", 0), ("ps", "always", 0), ("ring", "replay", 1)]
-STOPPED = [("ps", "none", 1), ("ring", "replay", 1), ("ps", "always", 0)]
+KILLED = [
+    ("ps", "none", 1, "gloo"),
+    ("ring", "none", 0, "gloo"),
+    ("ps", "always", 0, "gloo"),
+    ("ring", "replay", 1, "gloo"),
+    ("ps", "none", 1, "zmq"),
+]
+STOPPED = [
+    ("ps", "none", 1, "gloo"),
+    ("ring", "replay", 1, "gloo"),
+    ("ps", "always", 0, "gloo"),
+    ("ring", "none", 1, "zmq"),
+]
 
 
-def all_cases(default: list[tuple[str, str, int]]) -> list[Any]:
-    """Return all cases of topology, mode and victim; all but the given ones are exhaustive."""
+def all_cases(default: list[tuple[str, str, int, str]]) -> list[Any]:
+    """Return all cases of topology, mode, victim and transport; all but the given ones are
+    exhaustive."""
     return [
         pytest.param(*case, marks=[] if case in default else exhaustive)
-        for case in itertools.product(("ps", "ring"), MODES, (0, 1))
+        for case in itertools.product(("ps", "ring"), MODES, (0, 1), ("gloo", "zmq"))
     ]
 
 
-@pytest.mark.parametrize(("topology", "mode", "victim"), all_cases(KILLED))
+@pytest.mark.parametrize(("topology", "mode", "victim", "transport"), all_cases(KILLED))
 def test_all_survivors_name_a_killed_rank(
-    pool: RankPool, topology: str, mode: str, victim: int
+    pool: RankPool, topology: str, mode: str, victim: int, transport: str
 ) -> None:
     """The coordinator runs on rank 0. Connections tell of the death, without a watch."""
     outcomes = pool.run_expecting_errors(
-        suffer, RANKS, topology, mode, victim, "kill", False, timeout=100, keep=True
+        suffer, RANKS, topology, mode, victim, "kill", False, transport, timeout=100, keep=True
     )
     assert outcomes[victim].error_type == "RankDied"
     check_survivors(outcomes, victim)
 
 
-@pytest.mark.parametrize(("topology", "mode", "victim"), all_cases(STOPPED))
+@pytest.mark.parametrize(("topology", "mode", "victim", "transport"), all_cases(STOPPED))
 def test_all_survivors_name_a_stopped_rank_which_gets_an_error_when_it_continues(
-    pool: RankPool, topology: str, mode: str, victim: int
+    pool: RankPool, topology: str, mode: str, victim: int, transport: str
 ) -> None:
     outcomes = pool.run_expecting_errors(
-        suffer, RANKS, topology, mode, victim, "stop", True, timeout=100
+        suffer, RANKS, topology, mode, victim, "stop", True, transport, timeout=100
     )
     check_survivors(outcomes, victim)
     error, _, threads = outcomes[victim].value
@@ -236,18 +255,20 @@ def test_without_a_watch_survivors_name_a_stopped_rank_among_the_late_ones(
 
 
 @pytest.mark.parametrize(
-    ("topology", "mode", "fault"),
+    ("topology", "mode", "fault", "transport"),
     [
-        ("ps", "none", "raise"),
-        ("ring", "none", "lie"),
-        pytest.param("ring", "replay", "raise", marks=exhaustive),
-        pytest.param("ps", "always", "lie", marks=exhaustive),
+        ("ps", "none", "raise", "gloo"),
+        ("ring", "none", "lie", "gloo"),
+        pytest.param("ps", "none", "raise", "zmq", marks=exhaustive),
+        pytest.param("ring", "replay", "raise", "gloo", marks=exhaustive),
+        pytest.param("ps", "always", "lie", "gloo", marks=exhaustive),
+        pytest.param("ring", "none", "lie", "zmq", marks=exhaustive),
     ],
 )
 def test_all_ranks_learn_why_one_of_them_ended_the_work(
-    pool: RankPool, topology: str, mode: str, fault: str
+    pool: RankPool, topology: str, mode: str, fault: str, transport: str
 ) -> None:
-    outcomes = pool.run(suffer, RANKS, topology, mode, 1, fault, False, timeout=100)
+    outcomes = pool.run(suffer, RANKS, topology, mode, 1, fault, False, transport, timeout=100)
     reason = {"raise": "no bytes are left", "lie": "rank 1 sent a malformed message"}[fault]
     for rank, (error, seconds, threads) in enumerate(outcomes):
         assert reason in error
@@ -261,11 +282,14 @@ def suffer_on_host(arguments: list[str]) -> None:
     rank, address, folder, *options = arguments
     environment = SimpleNamespace(main_address=address, main_port=29500)
     context = RankContext(int(rank), RANKS, 29500, cast(Any, environment), Path(folder))
-    topology, mode, victim = options
-    print(json.dumps(suffer(context, topology, mode, int(victim), "cut", True)), flush=True)
+    topology, mode, victim, transport = options
+    result = suffer(context, topology, mode, int(victim), "cut", True, transport)
+    print(json.dumps(result), flush=True)
 
 
-def run_and_cut(folder: Path, topology: str, mode: str, victim: int) -> list[tuple[Any, int]]:
+def run_and_cut(
+    folder: Path, topology: str, mode: str, victim: int, transport: str
+) -> list[tuple[Any, int]]:
     """Run each rank on a host of its own, and cut off one host; return results and exit codes."""
     code = f"import sys; from {__name__} import suffer_on_host; suffer_on_host(sys.argv[1:])"
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": Testbed.interface, "OMP_NUM_THREADS": "1"}
@@ -273,7 +297,7 @@ def run_and_cut(folder: Path, topology: str, mode: str, victim: int) -> list[tup
         processes, outputs = [], []
         for rank in range(RANKS):
             outputs.append(stack.enter_context(open(Path(folder, f"{rank}.log"), "w+b")))
-            arguments = [rank, bed.hosts[0].address, folder, topology, mode, victim]
+            arguments = [rank, bed.hosts[0].address, folder, topology, mode, victim, transport]
             argv = [sys.executable, "-c", code, *map(str, arguments)]
             options = {"stdout": outputs[-1], "stderr": subprocess.STDOUT, "env": environ}
             processes.append(bed.popen(rank, argv, **options))
@@ -296,16 +320,21 @@ def run_and_cut(folder: Path, topology: str, mode: str, victim: int) -> list[tup
 @pytest.mark.root
 @exhaustive
 @pytest.mark.parametrize(
-    ("topology", "mode", "victim"),
-    [("ps", "none", 1), ("ps", "always", 0), ("ring", "replay", 2)],
+    ("topology", "mode", "victim", "transport"),
+    [
+        ("ps", "none", 1, "gloo"),
+        ("ps", "always", 0, "gloo"),
+        ("ring", "replay", 2, "gloo"),
+        ("ps", "none", 1, "zmq"),
+    ],
 )
 def test_all_ranks_notice_that_a_host_is_cut_off_and_exit(
-    tmp_path: Path, topology: str, mode: str, victim: int
+    tmp_path: Path, topology: str, mode: str, victim: int, transport: str
 ) -> None:
     """No connection closes then. Processes exit although threads of them wait for the lost host."""
     if reason := reason_unavailable():
         pytest.skip(reason)
-    for rank, (log, status) in enumerate(run_and_cut(tmp_path, topology, mode, victim)):
+    for rank, (log, status) in enumerate(run_and_cut(tmp_path, topology, mode, victim, transport)):
         lines = [line for line in log.splitlines() if line.startswith('["')]
         assert len(lines) == 1, log
         error, seconds, threads = json.loads(lines[0])

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_dlres.codecs import codec
 from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec
-from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
+from lightning_dlres.gradsync.execute.session import TRANSPORTS
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
@@ -60,12 +60,15 @@ def synchronisation(
     coordinated: bool = False,
     replay_from: int | None = None,
     has_many_owners: bool = True,
+    transport: str = "gloo",
 ) -> Iterator[GradientSynchroniser]:
     context.init_process_group()
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     assert isinstance(group, dist.ProcessGroup)
     names = [f"rank {rank}" for rank in range(context.world_size)]
-    mailbox = Mailbox(group, context.rank, names, timeout=20.0, check=lambda: None, tracer=Tracer())
+    mailbox = TRANSPORTS[transport](
+        group, context.rank, names, timeout=20.0, check=lambda: None, tracer=Tracer()
+    )
     chosen = codec(name)
     codecs = {name: chosen} if isinstance(chosen, GradientCodec) else {}
     plan = plan_for(context.world_size, topology, name, has_many_owners)
@@ -181,6 +184,37 @@ def test_ranks_that_send_nothing_at_first_repeat_plans(pool: RankPool, topology:
     for (means, _), (expected, _) in zip(*runs, strict=True):
         for step in range(STEPS):
             assert all(torch.equal(means[step][key], expected[step][key]) for key in COUNTS)
+
+
+REPLAYED = {"coordinated": True, "replay_from": 1}
+
+
+@pytest.mark.parametrize(
+    ("topology", "world_size", "name", "dtype", "options"),
+    [
+        ("ps", 2, RAW, torch.float32, {}),
+        ("ring", 4, "onebit", torch.float32, {}),
+        ("ps", 3, "tbq", torch.float32, REPLAYED),
+        pytest.param("ring", 3, RAW, torch.bfloat16, {}, marks=pytest.mark.exhaustive),
+        pytest.param("ps", 4, "onebit", torch.float32, {}, marks=pytest.mark.exhaustive),
+        pytest.param("ring", 3, "tbq", torch.float32, REPLAYED, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_transport_changes_no_bit(
+    pool: RankPool,
+    topology: str,
+    world_size: int,
+    name: str,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> None:
+    job = synchronise, world_size, topology, name, dtype
+    for (means, errors), (expected, expected_errors) in zip(
+        pool.run(*job, transport="zmq", **options), pool.run(*job, **options), strict=True
+    ):
+        for step in range(STEPS):
+            assert all(torch.equal(means[step][key], expected[step][key]) for key in COUNTS)
+        assert all(torch.equal(errors[key], expected_errors[key]) for key in COUNTS)
 
 
 def plans_of_a_run(

@@ -400,7 +400,7 @@ def _ready_send(transfer: Transfer) -> ReadySend:
         unit=SimpleNamespace(index=transfer.entry[1]),
         options=SimpleNamespace(step=0),
         graph=(SyncTask(TaskKind.SEND, Part.GRADIENT, transfer.destination),),
-        payload_bytes=lambda: transfer.nbytes,
+        payload_bytes=lambda part: transfer.nbytes,
     )
     return ReadySend(run, 0)
 

@@ -71,6 +71,9 @@ class SimulatedStep:
             ConfigError: If an input does not fit the plan.
         """
         plan, size = self.plan, self.plan.world_size
+        if plan.hosts:
+            rule = "one in which each rank synchronises by itself"
+            raise ConfigError(f"plan must be {rule}, got {plan.hosts}. Simulate the leaders' plan.")
         topology(plan.topology)
         if len(self.payload_bytes) != len(plan.units):
             rule = f"one size for each of the plan's {len(plan.units)} units"

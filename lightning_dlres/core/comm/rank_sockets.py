@@ -1,0 +1,215 @@
+"""ZeroMQ sockets between all ranks of a run: one that hears all of them, and one to each other.
+
+The ranks exchange addresses, secret tokens and keys through their process group. A rank's token is
+its name at the others, so no other process is heard: its messages are dropped, and its connection
+is closed. If the ranks are on several hosts, CURVE keys made for the run encrypt the traffic, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
+
+import msgspec
+import torch.distributed as dist
+import zmq
+from typing_extensions import override
+
+from lightning_dlres.core.comm.collectives import gather_bytes
+from lightning_dlres.core.comm.rank_addresses import (
+    LOOPBACK,
+    RankAddress,
+    listening_addresses,
+    own_address,
+)
+from lightning_dlres.core.errors import PeerLostError, ProtocolError
+from lightning_dlres.core.host.identity import host_identity
+from lightning_dlres.core.wire.decoding import from_msgpack
+from lightning_dlres.core.wire.endpoint import Buffer, ConnectionEvent, use_keys
+from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.server import Server, SocketLimits
+
+_log = logging.getLogger(__name__)
+
+# A frame may be a whole gradient, and a rank may send many before they are read. Processes that
+# have not shown the token of a rank are cut off early.
+_LIMITS = SocketLimits(
+    message_bytes=1 << 34, unread_bytes=1 << 20, connections=4096, queued=1 << 20
+)
+_TOKEN_BYTES = 16
+
+
+class _Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank tells the others, over the trusted process group."""
+
+    token: bytes
+    public_key: bytes
+    host: str
+    own: str
+    main: str
+
+
+class RankSockets(Server):
+    """Sockets of one rank.
+
+    `send_frames` may be called from any thread, all other methods from one at a time.
+
+    Args:
+        ranks: The other ranks by their tokens.
+        bind: Address at which this rank listens.
+        keys: Keys of this rank; None for traffic that stays on this host.
+        allowed: Public keys of the other ranks.
+    """
+
+    def __init__(
+        self,
+        ranks: Mapping[bytes, int],
+        *,
+        bind: str,
+        keys: CurveKeys | None,
+        allowed: Collection[bytes],
+    ) -> None:
+        super().__init__(bind=bind, curve=keys, allowed=allowed, limits=_LIMITS)
+        self.refusals.log = _log.warning
+        self._ranks, self._keys = ranks, keys
+        # Socket and lock of each other rank.
+        self._outgoing: dict[int, tuple[zmq.Socket[bytes], threading.Lock]] = {}
+        # Ids of the TCP connections that are open, and the rank of each that has sent a message.
+        self._open: set[int] = set()
+        self._rank_by_connection: dict[int, int] = {}
+        self._closed: list[int] = []
+
+    def connect(self, rank: int, endpoint: str, token: bytes, server_key: bytes) -> None:
+        """Connect to another rank, without waiting.
+
+        Args:
+            rank: The rank.
+            endpoint: Address at which it listens.
+            token: Token of this rank.
+            server_key: Public key of the other rank; unused without keys.
+        """
+        client = self._new_socket(zmq.DEALER)
+        # No limit: a send never waits.
+        client.setsockopt(zmq.SNDHWM, 0)
+        client.setsockopt(zmq.IDENTITY, token)
+        client.setsockopt(zmq.IPV6, int("[" in endpoint))
+        if self._keys is not None:
+            use_keys(client, self._keys, server_key)
+        client.connect(endpoint)
+        self._outgoing[rank] = client, threading.Lock()
+
+    def send_frames(self, rank: int, frames: Sequence[Buffer]) -> None:
+        """Send to another rank, without waiting or copying large frames.
+
+        Raises:
+            PeerLostError: If the sockets are closed.
+        """
+        client, lock = self._outgoing[rank]
+        with lock:
+            if client.closed:
+                raise PeerLostError(f"rank {rank} cannot be reached: the sockets are closed.")
+            client.send_multipart(frames, copy=False)
+
+    def next_message(self, timeout: float) -> tuple[int, list[zmq.Frame]] | None:
+        """Return the sender and the frames of the next message of a rank.
+
+        It returns None after `timeout` seconds, or earlier after `interrupt`, a refusal, or when a
+        connection was opened or closed.
+        """
+        ready = self._poll(timeout)
+        if self._monitor in ready:
+            self._read_monitor()
+        if self._wake_reader.fileno() in ready:
+            self._wake_reader.recv(4096)
+        if self._socket not in ready:
+            return None
+        try:
+            frames, connection = self._receive_frames()
+        except ProtocolError as error:
+            self.refusals.note(error)
+            return None
+        rank = self._ranks.get(frames[0].bytes)
+        if rank is None:
+            reason = "a message without the token of a rank"
+            if connection in self._open:
+                self.drop(connection, reason)
+            else:
+                self.refusals.note(reason)
+            return None
+        if self._rank_by_connection.get(connection) != rank:
+            self._introduce(connection, rank)
+        return rank, frames[1:]
+
+    def closed_ranks(self) -> list[int]:
+        """Return the ranks whose connections have closed since the last call.
+
+        Messages that came before may not be read yet: read them all first.
+        """
+        closed, self._closed = self._closed, []
+        return closed
+
+    def close_after(self, seconds: float) -> None:
+        """Close all sockets; wait at most some seconds until sent messages have left."""
+        for client, lock in self._outgoing.values():
+            with lock:
+                client.close(linger=round(1000 * seconds))
+        self.close()
+
+    def _introduce(self, connection: int, rank: int) -> None:
+        """Note the rank of a connection with its first message."""
+        # Events so far concern earlier connections with this id, or are the end of this one.
+        self._read_monitor()
+        if connection in self._open:
+            self._rank_by_connection[connection] = rank
+            self._connections.trust(connection)
+        else:
+            self._closed.append(rank)
+
+    @override
+    def _note_event(self, event: ConnectionEvent) -> None:
+        super()._note_event(event)
+        (self._open.add if event.opened else self._open.discard)(event.connection)
+        rank = self._rank_by_connection.pop(event.connection, None)
+        if rank is not None:
+            self._closed.append(rank)
+
+
+def open_rank_sockets(
+    group: dist.ProcessGroup, timeout: float, check: Callable[[], None]
+) -> RankSockets:
+    """Return sockets that are connected to all other ranks; called by all ranks together.
+
+    Args:
+        group: Gloo group of all ranks.
+        timeout: Deadline in seconds.
+        check: Called while waiting; raises if a rank is known to have failed.
+
+    Raises:
+        ConfigError: If other hosts cannot reach a rank.
+        PeerError: If a rank is late or lost.
+    """
+    rank, keys = dist.get_rank(group), CurveKeys.generate()
+    address = own_address(host_identity())
+    token = secrets.token_hex(_TOKEN_BYTES).encode()
+    own = _Introduction(token=token, public_key=keys.public, **asdict(address))
+    gathered = gather_bytes(msgspec.msgpack.encode(own), timeout, check, group)
+    ranks = [from_msgpack(one, _Introduction) for one in gathered]
+    bind = listening_addresses([RankAddress(one.host, one.own, one.main) for one in ranks])[rank]
+    others = [other for other in range(len(ranks)) if other != rank]
+    sockets = RankSockets(
+        {ranks[other].token: other for other in others},
+        bind=bind,
+        keys=None if bind == LOOPBACK else keys,
+        allowed=() if bind == LOOPBACK else [ranks[other].public_key for other in others],
+    )
+    try:
+        endpoints = gather_bytes(sockets.endpoint.encode(), timeout, check, group)
+        for other in others:
+            sockets.connect(other, endpoints[other].decode(), token, ranks[other].public_key)
+    except BaseException:
+        sockets.close_after(0.0)
+        raise
+    return sockets

@@ -1,0 +1,189 @@
+"""A rank hears the other ranks of its run only, in order, and names one that sends nonsense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlres.core.comm.mailbox import Channel
+from lightning_dlres.core.comm.receiving_thread import PREFIX, Control, SocketReceiver
+from lightning_dlres.core.errors import PeerError, PeerLostError, ProtocolError
+from lightning_dlres.core.wire import payload
+from lightning_dlres.core.wire.endpoint import use_keys
+from lightning_dlres.core.wire.keys import CurveKeys
+from tests.support.rank_sockets import CHANNEL, TOKENS, TwoRanks
+from tests.support.waiting import wait_until
+
+SECONDS = 20.0
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def stranger(stack: ExitStack, ranks: TwoRanks, name: bytes, keys: CurveKeys | None) -> None:
+    """Send a valid message as a process that is not a rank of the run."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stack.callback(context.destroy, linger=0)
+    client = context.socket(zmq.DEALER)
+    client.setsockopt(zmq.IDENTITY, name)
+    if keys is not None:
+        use_keys(client, keys, ranks.keys[0].public)
+    client.connect(ranks.sockets[0].endpoint)
+    client.send_multipart([PREFIX.pack(CHANNEL, 0) + payload.encode("false", ("key",))[0]])
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_messages_arrive_in_order(stack: ExitStack, is_encrypted: bool) -> None:
+    ranks = TwoRanks(stack, is_encrypted=is_encrypted)
+    for number in range(20):
+        ranks.send([number, torch.full((5000 * number,), float(number))])
+    for number in range(20):
+        key, (first, tensor) = ranks.items.get(timeout=SECONDS)  # type: ignore[misc]
+        assert (key, first) == (("key",), number)
+        assert torch.equal(tensor, torch.full((5000 * number,), float(number)))
+
+
+def test_a_message_waits_until_its_channel_is_asked_for(stack: ExitStack) -> None:
+    ranks = TwoRanks(stack)
+    ranks.send("early", channel=Channel.SYNC_PLAN)
+    ranks.send("other")
+    assert ranks.items.get(timeout=SECONDS) == (("key",), "other")
+    receiver = SocketReceiver()
+    ranks.receiving.add(1, Channel.SYNC_PLAN, receiver)
+    ranks.send("late", channel=Channel.SYNC_PLAN)
+    texts = [receiver.items.get(timeout=SECONDS) for _ in range(2)]
+    assert texts == [(("key",), "early"), (("key",), "late")]
+
+
+@pytest.mark.parametrize("name", [b"rank 1", b"token of rank 0", TOKENS[1]])
+def test_keys_of_the_run_are_needed_between_hosts(stack: ExitStack, name: bytes) -> None:
+    """Even the token is not enough."""
+    ranks = TwoRanks(stack, is_encrypted=True)
+    stranger(stack, ranks, name, None)
+    stranger(stack, ranks, name, CurveKeys.generate())
+    ranks.send("true")
+    assert ranks.items.get(timeout=SECONDS) == (("key",), "true")
+    assert ranks.items.empty()
+
+
+def test_the_token_of_a_rank_is_needed_on_one_host(stack: ExitStack) -> None:
+    ranks = TwoRanks(stack)
+    stranger(stack, ranks, b"rank 1", None)
+    wait_until(lambda: ranks.sockets[0].refusals.count, "the stranger is refused")
+    ranks.send("true")
+    assert ranks.items.get(timeout=SECONDS) == (("key",), "true")
+    assert ranks.items.empty()
+
+
+def test_a_broken_message_from_before_is_handed_over_once(stack: ExitStack) -> None:
+    ranks = TwoRanks(stack)
+    ranks.sockets[1].send_frames(0, [PREFIX.pack(Channel.SYNC_PLAN, 0)])
+    ranks.send("next", number=1)
+    assert ranks.items.get(timeout=SECONDS) == (("key",), "next")
+    receiver = SocketReceiver()
+    ranks.receiving.add(1, Channel.SYNC_PLAN, receiver)
+    error = receiver.items.get(timeout=SECONDS)
+    assert isinstance(error, ProtocolError)
+    assert ranks.items.get(timeout=SECONDS) is error
+    ranks.end()
+    assert receiver.items.empty()
+
+
+def header(tree: object = "text") -> bytes:
+    return payload.encode(tree, ("key",))[0]
+
+
+BROKEN = {
+    "no prefix": [b"short"],
+    "no header": [PREFIX.pack(CHANNEL, 0)],
+    "no msgpack": [PREFIX.pack(CHANNEL, 0) + b"\xc1"],
+    "a missing number": [PREFIX.pack(CHANNEL, 1) + header()],
+    "an unknown channel": [PREFIX.pack(999, 0) + header()],
+    "bytes that no tensor has": [PREFIX.pack(CHANNEL, 0) + header(), b"more"],
+    "no bytes of a tensor": [PREFIX.pack(CHANNEL, 0) + header(torch.zeros(5000))],
+    "too few bytes": [PREFIX.pack(CHANNEL, 0) + header(torch.zeros(5000)), bytes(19_999)],
+    "a class that is not imported": [
+        PREFIX.pack(CHANNEL, 0) + header().replace(b"\xa1v\xa4text", b"\xa1c\xa4os:x")
+    ],
+}
+
+
+@pytest.mark.parametrize("frames", BROKEN.values(), ids=BROKEN)
+def test_a_broken_message_ends_the_connection_and_names_its_sender(
+    stack: ExitStack, frames: list[bytes]
+) -> None:
+    ranks = TwoRanks(stack)
+    ranks.sockets[1].send_frames(0, frames)
+    error = ranks.items.get(timeout=SECONDS)
+    assert isinstance(error, ProtocolError)
+    assert ranks.receiving.failures == {1: error}
+    # What comes later is not heard, and a new channel gets the error at once.
+    ranks.send("late", number=0)
+    receiver = SocketReceiver()
+    ranks.receiving.add(1, Channel.SYNC_PLAN, receiver)
+    assert receiver.items.get(timeout=SECONDS) is error
+    assert ranks.items.empty()
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.binary(max_size=60), min_size=1, max_size=2), st.booleans())
+def test_any_bytes_of_a_rank_are_a_message_or_an_error(
+    frames: list[bytes], has_prefix: bool
+) -> None:
+    with ExitStack() as stack:
+        ranks = TwoRanks(stack)
+        if has_prefix:
+            frames[0] = PREFIX.pack(CHANNEL, 0) + frames[0]
+        ranks.sockets[1].send_frames(0, frames)
+        assert isinstance(ranks.items.get(timeout=SECONDS), PeerError)
+
+
+@pytest.mark.parametrize("has_said_goodbye", [False, True])
+def test_a_closed_connection_is_an_error_unless_the_rank_has_said_goodbye(
+    stack: ExitStack, has_said_goodbye: bool
+) -> None:
+    """A message from before arrives first."""
+    ranks = TwoRanks(stack)
+    ranks.send("last words")
+    if has_said_goodbye:
+        ranks.sockets[1].send_frames(0, [PREFIX.pack(Control.GOODBYE, 1)])
+    ranks.sockets[1].close_after(SECONDS)
+    assert ranks.items.get(timeout=SECONDS) == (("key",), "last words")
+    if has_said_goodbye:
+        ranks.receiving.end(orderly=True).join(SECONDS)
+        assert ranks.items.empty()
+    else:
+        assert isinstance(ranks.items.get(timeout=SECONDS), PeerLostError)
+
+
+def test_a_rank_may_send_much_before_it_is_read(stack: ExitStack) -> None:
+    """Only connections that have not shown a token are cut off."""
+    ranks = TwoRanks(stack)
+    ranks.send("first")
+    assert ranks.items.get(timeout=SECONDS) == (("key",), "first")
+    ranks.end()
+    ranks.send(torch.zeros(4 << 20))
+    connections = ranks.sockets[0]._connections
+    (connection,) = connections._connections.values()
+    wait_until(lambda: connection.unread() > 1 << 20, "the kernel has received much")
+    connections.check()
+    assert len(connections) == 1
+    frames = ranks.sockets[0].next_message(SECONDS)
+    assert frames is not None
+    assert len(frames[1][1]) == 16 << 20
+
+
+def test_nothing_is_sent_after_the_end(stack: ExitStack) -> None:
+    ranks = TwoRanks(stack)
+    ranks.sockets[1].close_after(0.0)
+    with pytest.raises(PeerLostError, match="rank 0 cannot be reached"):
+        ranks.send("late")
