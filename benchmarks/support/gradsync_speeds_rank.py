@@ -16,9 +16,9 @@ from benchmarks.support.rpc import Message, RankRpc
 from lightning_dlres import CompressedDDPStrategy
 
 # Samples of all ranks in a step, at equal shares, per rank.
-_SAMPLES, _WIDTH = 16, 64
+_SAMPLES, _WIDTH = 64, 64
 # Steps until the shares have settled, and steps that count.
-_SETTLING, _COUNTED = 60, 40
+_SETTLING, _COUNTED = 40, 30
 
 
 class EmulatedModel(LightningModule):
