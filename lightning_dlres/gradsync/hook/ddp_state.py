@@ -288,6 +288,9 @@ class GradientSyncState:
                 self._specs.append(spec_of(self._name_of(parameter), parameter))
             return mean()
         self.open(buffer.device, buffer.element_size())
+        if self.synchroniser is None and self._sync.unsent.is_empty:
+            # A view of each gradient would cost time.
+            return mean()
         gradients = self._gradients_of(bucket)
         has_unsent = self._sync.unsent.add_to(gradients, self.loss_scale)
         if self.synchroniser is None:

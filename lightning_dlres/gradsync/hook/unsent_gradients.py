@@ -23,6 +23,11 @@ class UnsentGradients:
         self._values: dict[str, Tensor] = {}
         self._added: dict[str, Tensor] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to add to the next gradients."""
+        return not self._values
+
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Add float32[elements] by gradient."""
         for name, value in values.items():
