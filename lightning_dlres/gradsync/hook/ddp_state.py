@@ -176,7 +176,7 @@ class GradientSyncState:
         self._sparse: set[Tensor] = set()
         # True until the hook has learnt the parameters in its first step.
         self._is_learning = True
-        self._is_open = False
+        self._is_open = self._has_begun = self._is_closed = False
         # True if the current backward belongs to the optimizer step of the one before.
         self._continues = False
         self._saved: list[Mapping[str, Any]] = []
@@ -196,13 +196,21 @@ class GradientSyncState:
                 parameters that need no gradient when it is made, and so does this method.
             sparse: Parameters with sparse gradients, as `sparse_parameters` finds them. Torch's
                 all-reduce sums them, and no plan counts them.
+
+        Raises:
+            ConfigError: If two parameters have one name, or the first step has begun.
         """
-        self._sparse = set(sparse)
+        self._sparse |= set(sparse)
         for name, parameter in parameters:
-            if parameter.requires_grad:
-                self._names[parameter] = name
-                if parameter not in self._sparse:
-                    self._specs.append(spec_of(name, parameter))
+            # A parameter that is shared comes once, and so does one that has a name already.
+            if not parameter.requires_grad or parameter in self._names:
+                continue
+            if self._has_begun or name in self._names.values():
+                rule = "those of one module, before the first step"
+                raise ConfigError(got_expected("parameters", name, rule, "a state for each module"))
+            self._names[parameter] = name
+            if parameter not in self._sparse:
+                self._specs.append(spec_of(name, parameter))
         self._is_learning = not self._specs
 
     @property
@@ -254,6 +262,7 @@ class GradientSyncState:
         """
         if self.failure is not None:
             raise self.failure
+        self._refuse_closed()
         try:
             if bucket.index() == 0:
                 self._begin_backward()
@@ -261,6 +270,13 @@ class GradientSyncState:
         except BaseException as error:
             self._fail(error)
             raise
+
+    def _refuse_closed(self) -> None:
+        self._has_begun = True
+        if self._is_closed:
+            # Else the gradients would silently be those of torch's all-reduce.
+            got, rule = "one that was closed", "open during training"
+            raise ConfigError(got_expected("state", got, rule, "a new state and module"))
 
     def _begin_backward(self) -> None:
         self._continues = self._optimizer_steps.begin_backward()
@@ -350,7 +366,7 @@ class GradientSyncState:
             raise ConfigError(
                 got_expected("states", [], "the states of all ranks", "states=[state of rank 0]")
             )
-        if self._is_open:
+        if self._has_begun or self._is_open:
             got, rule = "states after the first step", "loaded before it"
             raise ConfigError(got_expected("states", got, rule, "a new GradientSyncState"))
         self._step = states[0]["step"]
@@ -375,6 +391,7 @@ class GradientSyncState:
         Raises:
             PeerError: If a rank does not call it in time.
         """
+        self._is_closed = True
         self._optimizer_steps.close()
         self._sync.close()
 

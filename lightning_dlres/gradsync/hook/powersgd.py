@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -116,6 +117,10 @@ class PowerSGD:
             ConfigError: If torch's hook cannot handle the bucket.
         """
         self._refuse(bucket, names)
+        if self._state.process_group is None:
+            # Torch's hook sums from callbacks. In DDP's group that would race with DDP's own sums,
+            # such as that of the unused parameters.
+            self._state.process_group = dist.new_group()
         if self._state.iter >= self._state.start_powerSGD_iter:
             shapes = [parameter.shape for parameter in bucket.parameters()]
             self._arrange(bucket, dict(zip(names, shapes, strict=True)))
@@ -199,6 +204,7 @@ class PowerSGD:
                 memory.pop(other, None)
             self._state.q_memory_dict.pop(other, None)
         self._layouts[index] = layout
+        self._drop_misfits(layout)
         buffer = bucket.buffer()
         if any(name in self._errors for name in layout):
             self._state.error_dict[index] = torch.cat(
@@ -214,6 +220,27 @@ class PowerSGD:
             )
             count = sum(rank * rows for rows, _, rank in order.values())
             self._state.p_memory_dict[index] = torch.empty_like(buffer[:1]).expand(count).clone()
+
+    def _drop_misfits(self, layout: Mapping[str, torch.Size]) -> None:
+        """Drop loaded errors and matrices whose sizes are not those of this run, with a warning."""
+        sizes = {
+            name: rank * columns for name, (_, columns, rank) in self._compressed(layout).items()
+        }
+        misfits = [
+            (kept, name)
+            for kept, known in ((self._errors, _counts(layout)), (self._qs, sizes))
+            for name in layout
+            if name in kept and kept[name].numel() != known.get(name)
+        ]
+        for kept, name in misfits:
+            del kept[name]
+        if misfits:
+            names = sorted({name for _, name in misfits})
+            warnings.warn(
+                f"The checkpoint's state of PowerSGD was dropped for {names[:5]}, because the rank "
+                "or the parameter has another size now.",
+                stacklevel=2,
+            )
 
     def _rescale(self, loss_scale: float) -> None:
         """Give the errors the factor that the gradients have now."""
@@ -250,6 +277,10 @@ class PowerSGD:
             return {}
         pieces = q.split([rank * columns for _, columns, rank in order.values()])
         return dict(zip(order, pieces, strict=True))
+
+
+def _counts(layout: Mapping[str, torch.Size]) -> dict[str, int]:
+    return {name: shape.numel() for name, shape in layout.items()}
 
 
 def power_sgd(codec_options: object) -> PowerSGD:

@@ -51,6 +51,7 @@ def train(
     accumulate: int = 1,
     overflows: Sequence[int] = (),
     scales: Sequence[float] | None = None,
+    finds_unused: bool = False,
 ) -> tuple[list[dict[str, Tensor]], bytes, list[str]]:
     """Return the means of all steps that did not overflow, the saved state, and the warnings.
 
@@ -63,10 +64,11 @@ def train(
         accumulate: Backwards of a step, of which the last one synchronises.
         overflows: Steps with an infinite gradient on rank 0.
         scales: Factors of the loss; None: 1.
+        finds_unused: DDP looks for unused parameters, of which there are none.
     """
     context.init_process_group()
     model = Given()
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=finds_unused)
     state = None
     with pytest.WarningsRecorder(_ispytest=True) as record:
         if options is None:
@@ -176,6 +178,24 @@ def test_a_resumed_run_continues_exactly(pool: RankPool, case: str, step: int) -
         errors, others = one["powersgd"]["errors"], other["powersgd"]["errors"]
         assert errors.keys() == others.keys()
         assert all(torch.equal(errors[name], others[name]) for name in errors)
+
+
+def test_torchs_hook_does_not_meet_the_search_for_unused_parameters(pool: RankPool) -> None:
+    """Both sum at the same time, in the same group if the hook has none of its own: gloo then ends
+    the process. Buckets are in another order with the search, and so are the random matrices."""
+    (means, _, _), (others, _, _) = pool.run(
+        train, 2, range(12), {"start_step": START}, finds_unused=True
+    )
+    assert_same(means, others)
+
+
+def test_matrices_of_another_rank_are_dropped(pool: RankPool) -> None:
+    saved = [one for _, one, _ in pool.run(train, 2, range(4), {"start_step": START, "rank": 2})]
+    options = {"start_step": START, "rank": 4}
+    results = pool.run(train, 2, range(4, 7), options, saved=merged(saved))
+    for means, _, messages in results:
+        assert_same(means, results[0][0])
+        assert "was dropped for ['first', 'second', 'third']" in messages[0]
 
 
 def unsent(saved: Sequence[bytes], name: str) -> Tensor:

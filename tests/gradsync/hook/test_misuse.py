@@ -1,0 +1,72 @@
+"""Wrong uses of the hook's state are errors, or harmless; none gives other gradients silently."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
+from tests.support.rank_pool import RankContext, RankPool
+
+
+def train(context: RankContext, misuse: str) -> tuple[str, list[torch.Tensor]]:
+    """Return the error's message, if there is one, and the weights after the steps."""
+    context.init_process_group()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 1))
+    wrapped = DistributedDataParallel(model)
+    algorithm = "powersgd" if misuse == "late states" else "int8"
+    options = {"topology": "ps", "coordinator": "none", "min_bytes": 0}
+    state = GradientSyncState(algorithm=algorithm, **options)  # type: ignore[arg-type]
+    message = ""
+    try:
+        state.name_parameters(model.named_parameters())
+        if misuse == "named twice":
+            state.name_parameters(model.named_parameters())
+        if misuse == "two modules":
+            state.name_parameters(nn.Linear(20, 300).named_parameters(prefix="0"))
+        wrapped.register_comm_hook(state, compressed_hook)
+        for step in range(4):
+            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
+            model.zero_grad()
+            if misuse == "closed" and step == 2:
+                state.close()
+            wrapped(inputs * (1 + context.rank)).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+            if misuse == "late states" and step == 2:
+                state.load_state_dicts([state.state_dict()] * 2)
+            if misuse == "late names" and step == 2:
+                state.name_parameters(nn.Linear(20, 3).named_parameters(prefix="other"))
+    except ConfigError as error:
+        message = str(error)
+    state.close()
+    return message, [parameter.detach() for parameter in model.parameters()]
+
+
+def test_names_that_are_given_twice_change_nothing(pool: RankPool) -> None:
+    (_, expected), *_ = pool.run(train, 2, "")
+    for message, weights in pool.run(train, 2, "named twice"):
+        assert not message
+        assert all(map(torch.equal, weights, expected))
+
+
+def test_names_of_another_module_are_refused(pool: RankPool) -> None:
+    for message, _ in pool.run(train, 2, "two modules"):
+        assert "parameters must be those of one module, before the first step" in message
+    for message, _ in pool.run(train, 2, "late names"):
+        assert "parameters must be those of one module, before the first step" in message
+
+
+def test_training_with_a_closed_state_is_refused(pool: RankPool) -> None:
+    for message, _ in pool.run(train, 2, "closed"):
+        assert "state must be open during training" in message
+
+
+def test_states_are_not_loaded_after_the_first_step(pool: RankPool) -> None:
+    for message, _ in pool.run(train, 2, "late states"):
+        assert "states must be loaded before it" in message
