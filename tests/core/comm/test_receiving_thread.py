@@ -177,7 +177,8 @@ def test_a_rank_may_send_much_before_it_is_read(stack: ExitStack) -> None:
     wait_until(lambda: connection.unread() > 1 << 20, "the kernel has received much")
     connections.check()
     assert len(connections) == 1
-    frames = ranks.sockets[0].next_message(SECONDS)
+    # The first call may return at the interrupt that has ended the thread.
+    frames = ranks.sockets[0].next_message(SECONDS) or ranks.sockets[0].next_message(SECONDS)
     assert frames is not None
     assert len(frames[1][1]) == 16 << 20
 
