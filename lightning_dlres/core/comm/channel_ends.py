@@ -85,6 +85,7 @@ class ChannelSender:
         # zero, only the thread uses `_frame_bytes` and `_unfinished*`; else only the caller does.
         self._lock = threading.Lock()
         self._queued = 0
+        self._has_ended = False
         self._frame_bytes = link.short_frame or payload.FIRST_FRAME_BYTES
         self._room = _UNFINISHED_SHORT_FRAMES if link.short_frame else _UNFINISHED_BYTES
         self._unfinished: list[tuple[dist.Work, Tensor]] = []
@@ -103,16 +104,22 @@ class ChannelSender:
             ) from self._failure
         message = _Message(key, header, large)
         with self._lock:
+            if self._has_ended:
+                # The receiver ends at the goodbye, so this would wait for it for ever. Such is a
+                # report on a message of the last step.
+                return
             if not self._queued and self._can_send_now(message):
                 # The next `put` raises a failure, as it does for sends of the thread.
                 with self._recording_failure(), self._link.span("send", key=str(message.key)):
                     self._write(message.header, message.large)
                 return
             self._queued += 1
-        self._queue.put(message)
+            self._queue.put(message)
 
     def finish(self) -> None:
-        """Send a goodbye after all messages, and end the thread."""
+        """Send a goodbye after all messages, and end the thread; drop later messages."""
+        with self._lock:
+            self._has_ended = True
         self._queue.put(None)
 
     def _can_send_now(self, message: _Message) -> bool:

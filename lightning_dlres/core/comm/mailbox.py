@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -136,6 +137,9 @@ class Mailbox:
         self._group = group
         self._tracer = tracer
         self._explanation = ""
+        # Two threads may send the first messages on a channel. With an end each, the messages could
+        # overtake one another, and the receiver would end at the first goodbye of two.
+        self._outbox_lock = threading.Lock()
         self._outboxes: dict[tuple[int, Channel], SendingEnd] = {}
         self._inboxes: dict[tuple[int, Channel], ReceivingEnd] = {}
         # The ends with threads.
@@ -152,10 +156,12 @@ class Mailbox:
         self._outbox(destination, channel).put(key, *payload.encode(tree, key))
 
     def _outbox(self, destination: int, channel: Channel) -> SendingEnd:
-        outbox = self._outboxes.get((destination, channel))
-        if outbox is None:
-            outbox = self._outboxes[destination, channel] = self._new_sender(destination, channel)
-        return outbox
+        with self._outbox_lock:
+            outbox = self._outboxes.get((destination, channel))
+            if outbox is None:
+                outbox = self._new_sender(destination, channel)
+                self._outboxes[destination, channel] = outbox
+            return outbox
 
     def _new_sender(self, destination: int, channel: Channel) -> SendingEnd:
         sender = ChannelSender(self._link(destination, channel))

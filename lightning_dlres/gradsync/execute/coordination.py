@@ -81,8 +81,10 @@ class CoordinatorLink:
             mailbox.subscribe(self._coordinator, Channel.SYNC_PLAN, self._receive_plans)
             return [(self._coordinator, Channel.SYNC_REPORT)]
         others = [rank for rank in range(len(mailbox.names)) if rank != mailbox.rank]
+        # A report of the first rank may bring plans for all of them.
         for rank in others:
             mailbox.connect(rank, Channel.SYNC_PLAN)
+        for rank in others:
             mailbox.subscribe(rank, Channel.SYNC_REPORT, self._receiver(rank))
         return [(rank, Channel.SYNC_PLAN) for rank in others]
 

@@ -1,0 +1,83 @@
+"""A channel has one sending end, whose last message is the goodbye."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dlres.core.comm.channel_ends import ChannelLink, ChannelSender
+from lightning_dlres.core.comm.mailbox import Channel, Mailbox, SendingEnd
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.core.wire import payload
+from tests.support.waiting import no_failure
+
+
+class RecordingGroup:
+    """Stands for a process group whose sends are complete at once; records their sizes."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> RecordingGroup:
+        self.sizes += [tensor.numel() for tensor in tensors]
+        return self
+
+    def wait(self) -> None:
+        """Return: the send is complete."""
+
+
+class OtherThreadBegins(Mailbox):
+    """Another thread sends on the channel while the end for the first message is made."""
+
+    other: threading.Thread | None = None
+
+    def _new_sender(self, destination: int, channel: Channel) -> SendingEnd:
+        if self.other is None:
+            self.other = threading.Thread(target=self.connect, args=(destination, channel))
+            self.other.start()
+            # It waits for this thread, so it must not end before.
+            self.other.join(0.2)
+            assert self.other.is_alive()
+        return super()._new_sender(destination, channel)
+
+
+def test_threads_that_begin_together_share_one_end() -> None:
+    group = RecordingGroup()
+    mailbox = OtherThreadBegins(
+        cast(dist.ProcessGroup, group),
+        0,
+        ["rank 0", "rank 1"],
+        timeout=20.0,
+        check=no_failure,
+        tracer=Tracer(),
+    )
+    mailbox.connect(1, Channel.SYNC_PLAN)
+    assert mailbox.other is not None
+    mailbox.other.join()
+    mailbox.close(orderly=True)
+    # One end says one goodbye.
+    assert len(group.sizes) == 1
+
+
+def test_nothing_is_sent_after_the_goodbye() -> None:
+    group: Any = RecordingGroup()
+    sender = ChannelSender(
+        ChannelLink(
+            group=group,
+            rank=1,
+            name="rank 1",
+            channel="SYNC_REPORT",
+            tag=1,
+            short_frame=payload.FIRST_FRAME_BYTES,
+            tracer=Tracer(),
+        )
+    )
+    sender.put(("report",), *payload.encode([1], ("report",)))
+    sender.finish()
+    sender.put(("report",), *payload.encode([2], ("report",)))
+    sender.thread.join()
+    report, goodbye = group.sizes
+    assert report > goodbye
