@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -136,20 +137,29 @@ class PlannedSync:
             identity = host_identity() if self._host is None else self._host
             hosts = hosts_of_ranks(identity, self._control, self._timeout, self._check)
             planner.hosts = hosts if shares_hosts(hosts) else ()
-        session = self._new_session(self._group, self._tracer)
-        with session.ended_by_failures():
-            planner.make(self._gradients, saved, session.mailbox, self._device, self._element_bytes)
-            if planner.plan is not None:
+        if not planner.make_without_measuring(self._gradients, saved, self._device):
+            with self._probing() as probe:
+                planner.make(self._gradients, probe, self._device, self._element_bytes)
+        if planner.plan is not None:
+            session = self._new_session(self._group, self._tracer)
+            with session.ended_by_failures():
                 continue_states(
                     saved, planner.plan, planner.codecs, rank, self._device, self.states
                 )
                 if saved:
                     self.unsent.put(unsent_raw(saved, planner.plan, rank))
                 self._start(session, planner.plan, step)
-        if planner.plan is None:
-            session.close(orderly=True)
         if self._may_replan and planner.is_automatic:
             self.watch = DriftWatch()
+
+    @contextmanager
+    def _probing(self) -> Iterator[SyncSession]:
+        """Context manager that opens a session for a measurement, and closes it on all ranks."""
+        # Its messages are not those of training, so no tracer records them.
+        probe = self._new_session(self._control, Tracer(enabled=False))
+        with probe.ended_by_failures():
+            yield probe
+        probe.close(orderly=True)
 
     def _new_session(self, group: dist.ProcessGroup | None, tracer: Tracer) -> SyncSession:
         return SyncSession(
@@ -214,13 +224,10 @@ class PlannedSync:
     def _plan_again(self, step: int) -> None:
         """Measure again, and change the plan if that pays; called by all ranks together."""
         planner, before, rank = self._planner, self._planner.plan, dist.get_rank()
-        # Its messages are not those of training, so no tracer records them.
-        probe = self._new_session(self._control, Tracer(enabled=False))
-        with probe.ended_by_failures():
+        with self._probing() as probe:
             change = planner.make_again(
-                step, self._gradients, probe.mailbox, self._device, self._element_bytes
+                step, self._gradients, probe, self._device, self._element_bytes
             )
-        probe.close(orderly=True)
         if change is None:
             return
         session, self.session = self.session, None

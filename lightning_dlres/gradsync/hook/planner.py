@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_dlres.codecs.gradient import GradientCodec
-from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.gradsync.execute.all_reduce_trial import tried_plan
 from lightning_dlres.gradsync.execute.planning import (
     AUTO,
     SyncPlanningOptions,
@@ -19,7 +19,8 @@ from lightning_dlres.gradsync.execute.planning import (
     plan_synchronisation,
 )
 from lightning_dlres.gradsync.execute.saved_states import saved_plan
-from lightning_dlres.gradsync.plan.cost_model import auto_codecs
+from lightning_dlres.gradsync.execute.session import SyncSession
+from lightning_dlres.gradsync.plan.cost_model import MARGIN, auto_codecs
 from lightning_dlres.gradsync.plan.costs import SyncCosts
 from lightning_dlres.gradsync.plan.decision import SyncDecision
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
@@ -81,25 +82,18 @@ class HookPlanner:
                 "Install the package's extra `cuda`, or use algorithm='fp16'."
             )
 
-    def make(
+    def make_without_measuring(
         self,
         gradients: Sequence[GradientSpec],
         saved: Sequence[Mapping[str, Any]],
-        mailbox: Mailbox,
         device: torch.device,
-        element_bytes: int,
-    ) -> None:
-        """Make the first plan; called by all ranks together.
+    ) -> bool:
+        """Make the first plan if the options or an earlier run give it; return True if they do.
 
         Args:
             gradients: The gradients, in the order of the model.
             saved: Saved states of all ranks of an earlier run, by rank.
-            mailbox: Messages to the other ranks.
             device: Device of the gradients.
-            element_bytes: Bytes of an element of a gradient.
-
-        Raises:
-            PeerError: If a rank is lost or late.
         """
         world_size = dist.get_world_size()
         if not self.is_automatic:
@@ -115,7 +109,7 @@ class HookPlanner:
                 gradients, choices, world_size=size, topology=self._topology, alignment=BLOCK
             )
             self.plan = over_hosts(plan, self.hosts)
-            return
+            return True
         if self._algorithm == AUTO:
             runnable = {
                 name: codec
@@ -128,15 +122,35 @@ class HookPlanner:
         if self.plan is not None:
             # A new measurement might lead to another plan, and the run would not continue exactly.
             self.algorithm = saved[0]["algorithm"]
-            return
+        return self.plan is not None
+
+    def make(
+        self,
+        gradients: Sequence[GradientSpec],
+        session: SyncSession,
+        device: torch.device,
+        element_bytes: int,
+    ) -> None:
+        """Measure, and make the first plan; called by all ranks together.
+
+        Args:
+            gradients: The gradients, in the order of the model.
+            session: Session that follows no plan yet, for the measurement alone.
+            device: Device of the gradients.
+            element_bytes: Bytes of an element of a gradient.
+
+        Raises:
+            PeerError: If a rank is lost or late.
+        """
         options = self._options(device, element_bytes)
-        self._follow(plan_synchronisation(gradients, self.codecs, mailbox, options))
+        decision = plan_synchronisation(gradients, self.codecs, session.mailbox, options)
+        self._follow(self._tried(decision, session, options))
 
     def make_again(
         self,
         step: int,
         gradients: Sequence[GradientSpec],
-        mailbox: Mailbox,
+        session: SyncSession,
         device: torch.device,
         element_bytes: int,
     ) -> PlanChange | None:
@@ -151,19 +165,32 @@ class HookPlanner:
             The change, the same on all ranks; None if the plan stays.
         """
         plan = None if self.plan is None else plan_of_leaders(self.plan)
+        options = self._options(device, element_bytes)
         decision, current = plan_again(
             gradients,
             self.codecs,
-            mailbox,
-            self._options(device, element_bytes),
+            session.mailbox,
+            options,
             plan=plan,
             earlier=self._costs,
         )
         self._costs = decision.costs
+        if decision.plan != plan:
+            decision = self._tried(decision, session, options)
         change = change_of_plan(step, self.algorithm, plan, current, decision, self.codecs)
         if change is not None:
             self._follow(decision)
         return change
+
+    def _tried(
+        self, decision: SyncDecision, session: SyncSession, options: SyncPlanningOptions
+    ) -> SyncDecision:
+        """Return the decision, or one for torch's all-reduce if a trial shows that it is faster."""
+        if decision.plan is None or not decision.needs_trial:
+            return decision
+        plan = over_hosts(decision.plan, self.hosts)
+        trial = tried_plan(session, plan, self.codecs, options.device, options.element_bytes)
+        return decision.after_trial(trial, MARGIN)
 
     def _options(self, device: torch.device, element_bytes: int) -> SyncPlanningOptions:
         return SyncPlanningOptions(

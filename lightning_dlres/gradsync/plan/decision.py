@@ -16,6 +16,9 @@ from lightning_dlres.gradsync.plan.prediction import StepPrediction
 
 # Name of torch's all-reduce among the algorithms.
 ALL_REDUCE = "none"
+# A prediction may be wrong by this factor on a busy machine. Plans that are predicted to gain more
+# need no trial.
+_PREDICTION_BAND = 2.0
 
 
 class Contender(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +42,18 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     prediction: StepPrediction
 
 
+class StepTrial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measured steps of random gradients that are ready at once, on the slowest rank.
+
+    Attributes:
+        plan_seconds: Median step with a plan.
+        all_reduce_seconds: Median step with torch's all-reduce.
+    """
+
+    plan_seconds: float
+    all_reduce_seconds: float
+
+
 class SyncDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Decision about gradient synchronisation, the same on all ranks.
 
@@ -51,6 +66,7 @@ class SyncDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         plan: Plan of the choices and shares; None for torch's all-reduce.
         contenders: Best plan of each algorithm and topology.
         costs: Measured costs.
+        trial: Trial of the best predicted plan against torch's all-reduce; None without a trial.
     """
 
     algorithm: str
@@ -60,6 +76,31 @@ class SyncDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     plan: SyncPlan | None
     contenders: tuple[Contender, ...]
     costs: SyncCosts
+    trial: StepTrial | None = None
+
+    @property
+    def needs_trial(self) -> bool:
+        """True if torch's all-reduce could be faster than the plan, within the errors of a
+        prediction."""
+        all_reduce = [c for c in self.contenders if c.algorithm == ALL_REDUCE]
+        longest = _PREDICTION_BAND * self.prediction.step_seconds
+        return self.plan is not None and any(
+            contender.prediction.step_seconds < longest for contender in all_reduce
+        )
+
+    def after_trial(self, trial: StepTrial, margin: float) -> SyncDecision:
+        """Return this decision with a trial, or one for torch's all-reduce if the trial's steps
+        with the plan are not shorter by a margin.
+
+        Args:
+            trial: Trial of the plan.
+            margin: Part of the step that the plan must gain.
+        """
+        if trial.plan_seconds < (1 - margin) * trial.all_reduce_seconds:
+            return msgspec.structs.replace(self, trial=trial)
+        return msgspec.structs.replace(
+            self, algorithm=ALL_REDUCE, topology="", choices=(), shares=(), plan=None, trial=trial
+        )
 
     @property
     def is_off(self) -> bool:
@@ -111,6 +152,12 @@ class SyncDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "",
         ]
         parts = [render("Gradient synchronisation: contenders", columns, rows)]
+        if self.trial is not None:
+            own, reduce = self.trial.plan_seconds, self.trial.all_reduce_seconds
+            parts.append(
+                f"In a trial, a step took {format_seconds(own)} with the shortest plan, and "
+                f"{format_seconds(reduce)} with torch's all-reduce."
+            )
         if self.choices:
             counts = Counter((choice.codec, choice.partitions) for choice in self.choices)
             choices = [

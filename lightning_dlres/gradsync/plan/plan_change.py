@@ -21,8 +21,8 @@ class PlanChange:
         step: First step with the new plan.
         before: Algorithm and topology before, such as "int8 (ps)"; "none" for torch's all-reduce.
         after: Algorithm and topology from this step on.
-        before_seconds: Predicted step of the plan before, with the new measurements.
-        after_seconds: Predicted step of the new plan.
+        before_seconds: Expected step without the change, by a prediction or a trial.
+        after_seconds: Expected step of the new plan.
     """
 
     step: int
@@ -38,7 +38,7 @@ class PlanChange:
             change = f"{self.after} has other partitions or owners"
         return (
             f"gradient synchronisation: {change} at step {self.step}, because the steps have "
-            f"drifted: {format_seconds(self.after_seconds)} predicted, "
+            f"drifted: {format_seconds(self.after_seconds)} expected, "
             f"{format_seconds(self.before_seconds)} without the change"
         )
 
@@ -66,8 +66,11 @@ def change_of_plan(
     """
     if decision.plan == plan:
         return None
-    is_more_precise = precision(decision.algorithm, codecs) < precision(algorithm, codecs)
     before, after = current.step_seconds, decision.prediction.step_seconds
+    if decision.plan is None and decision.trial is not None:
+        # Torch's all-reduce was faster than a plan that should be faster than the current one.
+        before, after = decision.trial.plan_seconds, decision.trial.all_reduce_seconds
+    is_more_precise = precision(decision.algorithm, codecs) < precision(algorithm, codecs)
     if after > before * (1.0 if is_more_precise else 1 - MARGIN):
         return None
     return PlanChange(

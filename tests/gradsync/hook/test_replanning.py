@@ -18,11 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlres.codecs.gradient import RESIDUAL
 from lightning_dlres.gradsync.execute import planning
-from lightning_dlres.gradsync.hook import planned_sync
+from lightning_dlres.gradsync.execute.all_reduce_trial import tried_plan
+from lightning_dlres.gradsync.hook import planned_sync, planner
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.hook.drift_watch import DriftWatch
 from lightning_dlres.gradsync.plan.costs import LinearCost, SyncCosts
+from lightning_dlres.gradsync.plan.decision import StepTrial
 from lightning_dlres.gradsync.plan.measured_steps import DriftDetector
 from lightning_dlres.gradsync.profile.measurement import measure_costs
 from tests.gradsync.plan.costs_for_tests import codec_costs, sync_costs
@@ -62,7 +64,7 @@ class VirtualNetwork:
         speeds: Bytes per second from some step on.
         ranks: Number of ranks.
         codec_seconds: Seconds of an element in each task of a codec.
-        also_measures: True also measures the real network, whose speed is ignored.
+        also_measures: True also measures and tries the real network, whose speed is ignored.
         step: Current step.
         measured: Steps in which the network was measured.
     """
@@ -89,6 +91,12 @@ class VirtualNetwork:
         speeds = (self.speed,) * self.ranks
         return sync_costs(speeds, codecs, message_seconds=1e-6, all_reduce=reduce)
 
+    def try_plan(self, *args: Any) -> StepTrial:
+        """Take the place of `tried_plan`; the plan is as fast as predicted."""
+        if self.also_measures:
+            tried_plan(*args)
+        return StepTrial(plan_seconds=1.0, all_reduce_seconds=2.0)
+
     @contextmanager
     def replacing_the_real_one(self) -> Iterator[None]:
         """Context manager that gives measurements and watches the virtual times."""
@@ -102,6 +110,7 @@ class VirtualNetwork:
         detector = functools.partial(DriftDetector, window=WINDOW, skip=SKIP)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(planning, "measure_costs", self.measure)
+            patch.setattr(planner, "tried_plan", self.try_plan)
             patch.setattr(
                 planned_sync, "DriftWatch", lambda: VirtualWatch(detector(), first_pause=PAUSE)
             )

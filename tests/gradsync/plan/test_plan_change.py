@@ -6,6 +6,7 @@ import pytest
 
 from lightning_dlres.gradsync.plan.cost_model import MARGIN, decide
 from lightning_dlres.gradsync.plan.costs import LinearCost
+from lightning_dlres.gradsync.plan.decision import StepTrial, SyncDecision
 from lightning_dlres.gradsync.plan.plan import SyncPlan
 from lightning_dlres.gradsync.plan.plan_change import PlanChange, change_of_plan
 from lightning_dlres.gradsync.plan.prediction import StepPrediction, StepPredictor
@@ -54,6 +55,59 @@ def test_a_more_precise_algorithm_need_only_be_as_fast() -> None:
     assert change(1e15, "int8", plan, 0.99) is None
 
 
+def decision_with_gain(gain: float) -> SyncDecision:
+    """Return a decision whose plan is predicted to gain a factor over torch's all-reduce."""
+    codecs = {name: codec_costs(1e-6, 1e-10, 1e-10, 1e-10) for name in CODECS}
+    best = decide(GRADIENTS, sync_costs([1e6] * 3, codecs), CODECS, algorithms=["int8"])
+    seconds = gain * best.prediction.step_seconds
+    reduce = LinearCost(fixed_seconds=seconds, seconds_per_item=0.0)
+    return decide(GRADIENTS, sync_costs([1e6] * 3, codecs, all_reduce=reduce), CODECS)
+
+
+@pytest.mark.parametrize(("gain", "is_tried"), [(0.9, False), (1.2, True), (1.9, True), (3, False)])
+def test_a_small_gain_needs_a_trial(gain: float, is_tried: bool) -> None:
+    decision = decision_with_gain(gain)
+    assert decision.is_off == (gain < 1)
+    assert decision.needs_trial == is_tried
+
+
+@pytest.mark.parametrize("algorithms", [["int8"], ["raw"]])
+def test_a_named_algorithm_needs_no_trial(algorithms: list[str]) -> None:
+    codecs = {name: codec_costs(1e-6, 1e-10, 1e-10, 1e-10) for name in CODECS}
+    costs = sync_costs([1e6] * 3, codecs)
+    assert not decide(GRADIENTS, costs, CODECS, algorithms=algorithms).needs_trial
+
+
+@pytest.mark.parametrize("plan_seconds", [0.94, 0.96, 2.0])
+def test_a_trial_decides_by_the_margin(plan_seconds: float) -> None:
+    decision = decision_with_gain(1.2)
+    trial = StepTrial(plan_seconds=plan_seconds, all_reduce_seconds=1.0)
+    after = decision.after_trial(trial, MARGIN)
+    assert after.trial == trial
+    assert after.is_off == (plan_seconds > 1 - MARGIN)
+    assert after.prediction.step_seconds == pytest.approx(
+        decision.prediction.step_seconds * (1.2 if after.is_off else 1.0)
+    )
+    assert SyncDecision.from_json(after.to_json()) == after
+
+
+def test_a_lost_trial_ends_a_plan_that_is_predicted_to_be_faster() -> None:
+    """The prediction was wrong for the new plan, so it is no reason to keep the current one."""
+    lost = decision_with_gain(1.2)
+    trial = StepTrial(plan_seconds=2.0, all_reduce_seconds=1.0)
+    current = decide(
+        GRADIENTS,
+        sync_costs([1e6] * 3, {name: codec_costs(1e-6, 1e-10, 1e-10, 1e-10) for name in CODECS}),
+        CODECS,
+        algorithms=["fp16"],
+    )
+    found = change_of_plan(
+        7, "fp16", current.plan, current.prediction, lost.after_trial(trial, MARGIN), CODECS
+    )
+    assert found is not None
+    assert (found.after, found.before_seconds, found.after_seconds) == ("none", 2.0, 1.0)
+
+
 def test_the_same_plan_is_no_change() -> None:
     costs = sync_costs([1e6] * 3, {name: codec_costs(1e-6, 1e-10, 1e-10, 1e-10) for name in CODECS})
     assert change(1e6, "int8", decide(GRADIENTS, costs, CODECS).plan, 5.0) is None
@@ -65,7 +119,7 @@ def test_other_owners_are_named() -> None:
     )
     assert one.line() == (
         "gradient synchronisation: int8 (ps) has other partitions or owners at step 3, because the "
-        "steps have drifted: 100 ms predicted, 500 ms without the change"
+        "steps have drifted: 100 ms expected, 500 ms without the change"
     )
 
 

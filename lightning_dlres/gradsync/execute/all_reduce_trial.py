@@ -1,0 +1,97 @@
+"""Trial of a plan: it is used only if its steps are shorter than those with torch's all-reduce."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.core.comm.collectives import wait_for_collective
+from lightning_dlres.gradsync.execute.session import SyncSession
+from lightning_dlres.gradsync.execute.states import CodecStates
+from lightning_dlres.gradsync.plan.decision import StepTrial
+from lightning_dlres.gradsync.plan.plan import SyncPlan
+from lightning_dlres.gradsync.plan.prediction import BUCKET_BYTES
+from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
+
+# Pairs of steps that are not measured, in which connections are made; measured pairs.
+_WARM_UP_PAIRS, _PAIRS = 1, 5
+
+
+def tried_plan(
+    session: SyncSession,
+    plan: SyncPlan,
+    codecs: Mapping[str, GradientCodec],
+    device: torch.device,
+    element_bytes: int,
+) -> StepTrial:
+    """Return the times of steps with a plan, and with torch's all-reduce; called by all ranks.
+
+    Both take turns, so that other work on the machine slows both down.
+
+    Args:
+        session: Session that follows no plan yet, for this trial alone.
+        plan: Plan to try.
+        codecs: Codecs of the plan by name.
+        device: Device of the gradients.
+        element_bytes: Bytes of an element of a gradient.
+
+    Raises:
+        PeerError: If a rank is lost or late.
+    """
+    session.start(plan, codecs, CodecStates())
+    trial = _Trial(session, plan, device, element_bytes)
+    pairs = [trial.pair(step) for step in range(_WARM_UP_PAIRS + _PAIRS)]
+    own, all_reduce = zip(*pairs[_WARM_UP_PAIRS:], strict=True)
+    return StepTrial(
+        plan_seconds=statistics.median(own), all_reduce_seconds=statistics.median(all_reduce)
+    )
+
+
+class _Trial:
+    """Steps with random gradients."""
+
+    def __init__(
+        self, session: SyncSession, plan: SyncPlan, device: torch.device, element_bytes: int
+    ) -> None:
+        self._session, self._messages = session, ProbeMessages(session.mailbox)
+        self._device = device
+        generator = torch.Generator(device).manual_seed(session.mailbox.rank)
+        counts = plan.gradient_counts()
+        total = sum(counts.values())
+        # Only the number of bytes matters for the time of an all-reduce, so float32 will do.
+        reduced = -(-total * element_bytes // 4)
+        flat = torch.randn(max(total, reduced), generator=generator, device=device)
+        pieces = flat[:total].split(list(counts.values()))
+        self._gradients = dict(zip(counts, pieces, strict=True))
+        self._buckets = flat[:reduced].split(BUCKET_BYTES // 4)
+
+    def pair(self, step: int) -> tuple[float, float]:
+        """Return the seconds of a step with the plan, and of one with torch's all-reduce, each on
+        the slowest rank."""
+        own = self._seconds(lambda: self._session.synchroniser.run(step, self._gradients))
+        return own, self._seconds(self._all_reduce)
+
+    def _seconds(self, run: Callable[[], None]) -> float:
+        # An error of a collective would not name a rank that is late; that of `gather` does.
+        self._messages.gather([])
+        start = time.perf_counter()
+        run()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._messages.slowest([time.perf_counter() - start])[0]
+
+    def _all_reduce(self) -> None:
+        """Average all gradients as DistributedDataParallel does, bucket by bucket."""
+        works = [
+            dist.all_reduce(bucket.mul_(1 / dist.get_world_size()), async_op=True)
+            for bucket in self._buckets
+        ]
+        for work in works:
+            wait_for_collective(
+                work, "an all-reduce of the ranks", self._messages.timeout, self._messages.check
+            )
