@@ -123,6 +123,11 @@ def assert_same(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) ->
             assert torch.equal(means[name], others[name]), name
 
 
+def assert_near(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Compare tensors of about 1 that may differ by rounding."""
+    torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {}),
     "rank": ({"rank": 3}, {"matrix_approximation_rank": 3}),
@@ -162,8 +167,9 @@ def test_means_are_those_of_torchs_hook(pool: RankPool, case: str, accumulate: i
         if (case, step) != ("cold", 4)
     ],
 )
-def test_a_resumed_run_continues_exactly(pool: RankPool, case: str, step: int) -> None:
-    """Its first buckets have the parameters in another order."""
+def test_a_resumed_run_continues(pool: RankPool, case: str, step: int) -> None:
+    """Its first buckets have the parameters in another order, so matrices are at other addresses.
+    Some processors multiply them with other rounding then."""
     options = {"start_step": START, **CASES[case][0]}
     whole = pool.run(train, 2, range(8), options)
     first = pool.run(train, 2, range(step), options)
@@ -171,13 +177,13 @@ def test_a_resumed_run_continues_exactly(pool: RankPool, case: str, step: int) -
         train, 2, range(step, 8), options, saved=merged([saved for _, saved, _ in first])
     )
     for (means, state, _), (rest, other_state, warnings) in zip(whole, second, strict=True):
-        assert_same(means[step:], rest)
+        for mean, other in zip(means[step:], rest, strict=True):
+            assert_near(mean, other)
         assert not warnings
         one, other = (torch.load(io.BytesIO(s), weights_only=True) for s in (state, other_state))
         assert one["powersgd"]["iteration"] == other["powersgd"]["iteration"] == 8
         errors, others = one["powersgd"]["errors"], other["powersgd"]["errors"]
-        assert errors.keys() == others.keys()
-        assert all(torch.equal(errors[name], others[name]) for name in errors)
+        assert_near(errors, others)
 
 
 def test_torchs_hook_does_not_meet_the_search_for_unused_parameters(pool: RankPool) -> None:
