@@ -5,6 +5,7 @@ It is also the state of `momentum_hook`, which averages gradients in the warm-up
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -58,6 +59,8 @@ class MomentumSync:
     Attributes:
         tracer: Spans of all tasks.
         has_hook: True once `momentum_hook` has run.
+        last_ready: Time, from `time.perf_counter`, at which the last gradient of the newest
+            backward was ready on this rank.
 
     Raises:
         ConfigError: If an argument has a bad value.
@@ -85,7 +88,7 @@ class MomentumSync:
         function("check", check)
         self._check = check or no_check
         self.tracer = Tracer()
-        self.has_hook = False
+        self.has_hook, self.last_ready = False, 0.0
         self._step = 0
         # Parameters whose gradients stay local, by identity.
         self._local: set[Tensor] = set()
@@ -125,6 +128,8 @@ class MomentumSync:
             ConfigError: If the gradients are sparse.
         """
         self.has_hook = True
+        if bucket.is_last():
+            self.last_ready = time.perf_counter()
         buffer = bucket.buffer()
         if buffer.is_sparse:
             rule, fix = "dense with OneBitAdam", "sparse=False in the embedding"

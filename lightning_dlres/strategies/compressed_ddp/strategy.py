@@ -376,7 +376,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         loader = self._uneven_loaders[0]
         batch_idx = self._module.trainer.fit_loop.batch_idx
         if loader.has_data(batch_idx):
-            seconds = self._state.last_ready - self._step_started
+            seconds = (self._momentum or self._state).last_ready - self._step_started
             balance.record(seconds / self._samples)
         balance.update(batch_idx - loader.first_batch, self._connection)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from lightning_dlres import OneBitAdam
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.strategies import CompressedDDPStrategy
 from lightning_dlres.strategies.compressed_ddp.balanced_loaders import SampleShares
@@ -41,10 +42,12 @@ class Model(LightningModule):
 
     Args:
         seconds: Seconds of each sample.
+        has_momentum: Train with OneBitAdam in the place of SGD.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, has_momentum: bool = False) -> None:
         super().__init__()
+        self.has_momentum = has_momentum
         torch.manual_seed(2)
         self.net = nn.Linear(6, 1)
         self.seconds, self.seen = seconds, [[], []]
@@ -55,6 +58,8 @@ class Model(LightningModule):
         return F.mse_loss(self.net(batch[0]), batch[0].sum(1, keepdim=True))
 
     def configure_optimizers(self) -> Any:
+        if self.has_momentum:
+            return OneBitAdam(self.parameters(), freeze_step=4)
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
@@ -66,10 +71,11 @@ def fit(
     *,
     drop_last: bool = False,
     workers: int = 0,
+    has_momentum: bool = False,
 ) -> tuple[dict[str, Tensor], list[list[list[int]]]]:
     """Return the weights, and the numbers of this rank's samples by epoch and step."""
     seed_everything(3, verbose=False)
-    model = Model(seconds[context.rank])
+    model = Model(seconds[context.rank], has_momentum)
     trainer = Trainer(
         strategy=CompressedDDPStrategy(algorithm="raw", topology="ps", share_samples=shares),
         accelerator="cpu",
@@ -114,10 +120,10 @@ def test_given_shares_train_on_the_global_batches(
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_slow_ranks_get_fewer_samples(pool: RankPool, workers: int) -> None:
-    samples = 200
-    ranks = pool.run(fit, 2, "speed", samples, (0.002, 0.006), workers=workers)
+@pytest.mark.parametrize(("workers", "has_momentum"), [(0, False), (1, False), (0, True)])
+def test_slow_ranks_get_fewer_samples(pool: RankPool, workers: int, has_momentum: bool) -> None:
+    samples, seconds = 200, (0.002, 0.006)
+    ranks = pool.run(fit, 2, "speed", samples, seconds, workers=workers, has_momentum=has_momentum)
     assert all(torch.equal(ranks[0][0][name], ranks[1][0][name]) for name in ranks[0][0])
     for epoch in range(2):
         seen = sorted(n for _, steps in ranks for step in steps[epoch] for n in step)
