@@ -30,7 +30,7 @@ def carried_states(
     rank: int,
     device: torch.device,
 ) -> tuple[CodecStates, dict[str, Tensor]]:
-    """Return this rank's states for a new plan, and what its next gradients must be given.
+    """Return this rank's states for a new plan, and residuals to be added to its next gradients.
 
     Args:
         states: States under the plan before, which must not be used afterwards.
@@ -41,16 +41,21 @@ def carried_states(
         device: Device of the gradients.
 
     Returns:
-        The states, and float32[elements] by gradient, to be added without the loss scale.
+        The states, and residuals without the loss scale, float32[elements] by gradient. Without a
+        new plan, every gradient has one, on all ranks alike.
     """
     carried, unsent = CodecStates(), _Unsent(before, device)
-    left = dict(states.by_key)
+    if after is None:
+        # The ranks gather these residuals for a checkpoint only if there are any. That must not
+        # differ between ranks, so let no rank be without.
+        unsent.add_zeros()
+    remaining = dict(states.by_key)
     parts = {} if after is None else _encoded_parts(after, codecs, rank)
     old_codecs, new_codecs = _codecs_of(before.units), _codecs_of(parts)
     for key in [(u.gradient, u.start, u.stop, part) for u in parts for part in parts[u]]:
-        if key in left and old_codecs[key[:3]] == new_codecs[key[:3]]:
-            carried.by_key[key] = left.pop(key)
-    for (gradient, start, stop, _), state in left.items():
+        if key in remaining and old_codecs[key[:3]] == new_codecs[key[:3]]:
+            carried.by_key[key] = remaining.pop(key)
+    for (gradient, start, stop, _), state in remaining.items():
         residual = state.get(RESIDUAL)
         if residual is None:
             continue
@@ -62,7 +67,8 @@ def carried_states(
             piece = residual[first - start : end - start]
             target = None
             if parts.get(unit):
-                part = min(parts[unit])
+                # This rank's own gradient rather than the sum.
+                part = Part.GRADIENT if Part.GRADIENT in parts[unit] else Part.SUM
                 target = carried.of(unit, part, codecs[unit.codec], device).get(RESIDUAL)
             if target is None:
                 unsent.add(gradient, first, piece)
@@ -74,13 +80,14 @@ def carried_states(
 
 
 def _codecs_of(units: Iterable[SyncUnit]) -> dict[tuple[str, int, int], str]:
+    """Return the name of each unit's codec by gradient, first element and end of the elements."""
     return {(unit.gradient, unit.start, unit.stop): unit.codec for unit in units}
 
 
 def _encoded_parts(
     plan: SyncPlan, codecs: Mapping[str, GradientCodec], rank: int
 ) -> dict[SyncUnit, set[Part]]:
-    """Return what a rank encodes of each unit that has a codec."""
+    """Return the parts of each compressed unit that a rank encodes, and so has states for."""
     return {
         unit: {
             task.part
@@ -97,7 +104,7 @@ class _Unsent:
     """Residuals by gradient that no state can take.
 
     Args:
-        plan: Plan with all elements of the gradients.
+        plan: Plan whose units have all elements of the gradients.
         device: Device of the gradients.
 
     Attributes:
@@ -108,9 +115,16 @@ class _Unsent:
         self._plan, self._device = plan, device
         self.values: dict[str, Tensor] = {}
 
+    def add_zeros(self) -> None:
+        """Add zeros for every gradient of the plan."""
+        for gradient, count in self._plan.gradient_counts().items():
+            self._add_zeros(gradient, count)
+
     def add(self, gradient: str, start: int, piece: Tensor) -> None:
-        """Add a piece of a gradient that begins at an element."""
+        """Add a piece that begins at element `start` of a gradient."""
         if gradient not in self.values:
-            count = self._plan.gradient_counts()[gradient]
-            self.values[gradient] = torch.zeros(count, device=self._device)
+            self._add_zeros(gradient, self._plan.gradient_counts()[gradient])
         self.values[gradient][start : start + piece.numel()] += piece
+
+    def _add_zeros(self, gradient: str, count: int) -> None:
+        self.values[gradient] = torch.zeros(count, device=self._device)

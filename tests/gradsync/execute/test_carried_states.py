@@ -91,6 +91,15 @@ def test_the_sum_of_all_residuals_stays(before: str, after: str) -> None:
             assert not carried.by_key
 
 
+def test_all_ranks_save_residuals_of_the_same_gradients() -> None:
+    """All ranks gather them for a checkpoint, also a rank that has encoded nothing."""
+    old = PLANS["ps"]
+    assert old is not None
+    for states in (CodecStates(), states_of(old, 0)):
+        _, unsent = carried_states(states, old, None, CODECS, 0, CPU)
+        assert {name: values.numel() for name, values in unsent.items()} == COUNTS
+
+
 def test_states_of_unchanged_units_are_the_same_tensors() -> None:
     old = PLANS["ring"]
     assert old is not None
