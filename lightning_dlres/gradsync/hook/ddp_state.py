@@ -205,8 +205,8 @@ class GradientSyncState:
             # A parameter that is shared comes once, and so does one that has a name already.
             if not parameter.requires_grad or parameter in self._names:
                 continue
-            if self._has_begun or name in self._names.values():
-                rule = "those of one module, before the first step"
+            if self._has_begun or self._is_open or name in self._names.values():
+                rule = "those of one module, named before the first step"
                 raise ConfigError(got_expected("parameters", name, rule, "a state for each module"))
             self._names[parameter] = name
             if parameter not in self._sparse:
@@ -367,7 +367,7 @@ class GradientSyncState:
                 got_expected("states", [], "the states of all ranks", "states=[state of rank 0]")
             )
         if self._has_begun or self._is_open:
-            got, rule = "states after the first step", "loaded before it"
+            got, rule = "a call after it", "loaded before the first step"
             raise ConfigError(got_expected("states", got, rule, "a new GradientSyncState"))
         self._step = states[0]["step"]
         self._saved = [one for one in states if "units" in one]

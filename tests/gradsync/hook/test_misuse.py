@@ -26,6 +26,9 @@ def train(context: RankContext, misuse: str) -> tuple[str, list[torch.Tensor]]:
         state.name_parameters(model.named_parameters())
         if misuse == "named twice":
             state.name_parameters(model.named_parameters())
+        if misuse == "names after open":
+            state.open(torch.device("cpu"))
+            state.name_parameters(nn.Linear(20, 3).named_parameters(prefix="other"))
         if misuse == "two modules":
             state.name_parameters(nn.Linear(20, 300).named_parameters(prefix="0"))
         wrapped.register_comm_hook(state, compressed_hook)
@@ -56,10 +59,9 @@ def test_names_that_are_given_twice_change_nothing(pool: RankPool) -> None:
 
 
 def test_names_of_another_module_are_refused(pool: RankPool) -> None:
-    for message, _ in pool.run(train, 2, "two modules"):
-        assert "parameters must be those of one module, before the first step" in message
-    for message, _ in pool.run(train, 2, "late names"):
-        assert "parameters must be those of one module, before the first step" in message
+    for misuse in ("two modules", "names after open", "late names"):
+        for message, _ in pool.run(train, 2, misuse):
+            assert "parameters must be those of one module, named before the first step" in message
 
 
 def test_training_with_a_closed_state_is_refused(pool: RankPool) -> None:
@@ -69,4 +71,4 @@ def test_training_with_a_closed_state_is_refused(pool: RankPool) -> None:
 
 def test_states_are_not_loaded_after_the_first_step(pool: RankPool) -> None:
     for message, _ in pool.run(train, 2, "late states"):
-        assert "states must be loaded before it" in message
+        assert "states must be loaded before the first step, got 'a call after it'" in message
