@@ -102,7 +102,7 @@ class HookPlanner:
             choices = choices_by_size(
                 gradients,
                 self.codecs.get(self._algorithm),
-                least_elements=-(-self._min_bytes // 4),
+                least_elements=-(-self._min_bytes // element_bytes),
                 world_size=size,
             )
             plan = make_plan(
