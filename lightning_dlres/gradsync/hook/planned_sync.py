@@ -137,9 +137,10 @@ class PlannedSync:
             identity = host_identity() if self._host is None else self._host
             hosts = hosts_of_ranks(identity, self._control, self._timeout, self._check)
             planner.hosts = hosts if shares_hosts(hosts) else ()
-        if not planner.make_without_measuring(self._gradients, saved, self._device):
+        device, element_bytes = self._device, self._element_bytes
+        if not planner.make_without_measuring(self._gradients, saved, device, element_bytes):
             with self._probing() as probe:
-                planner.make(self._gradients, probe, self._device, self._element_bytes)
+                planner.make(self._gradients, probe, device, element_bytes)
         if planner.plan is not None:
             session = self._new_session(self._group, self._tracer)
             with session.ended_by_failures():

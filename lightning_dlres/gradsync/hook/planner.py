@@ -25,7 +25,7 @@ from lightning_dlres.gradsync.plan.costs import SyncCosts
 from lightning_dlres.gradsync.plan.decision import SyncDecision
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 from lightning_dlres.gradsync.plan.hosts import Hosts, over_hosts, plan_of_leaders
-from lightning_dlres.gradsync.plan.plan import SyncPlan, choices_by_size, make_plan
+from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan, choices_by_size, make_plan
 from lightning_dlres.gradsync.plan.plan_change import PlanChange, change_of_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
 from lightning_dlres.kernels.gradients.layout import BLOCK
@@ -87,6 +87,7 @@ class HookPlanner:
         gradients: Sequence[GradientSpec],
         saved: Sequence[Mapping[str, Any]],
         device: torch.device,
+        element_bytes: int,
     ) -> bool:
         """Make the first plan if the options or an earlier run give it; return True if they do.
 
@@ -94,6 +95,7 @@ class HookPlanner:
             gradients: The gradients, in the order of the model.
             saved: Saved states of all ranks of an earlier run, by rank.
             device: Device of the gradients.
+            element_bytes: Bytes of an element of a gradient.
         """
         world_size = dist.get_world_size()
         if not self.is_automatic:
@@ -118,7 +120,10 @@ class HookPlanner:
             }
             self.codecs = auto_codecs(runnable, is_adam_like=self._is_adam_like)
         topologies = tuple(TOPOLOGIES) if self._topology == AUTO else (self._topology,)
-        self.plan = saved_plan(saved, gradients, self.codecs, topologies, world_size, self.hosts)
+        continued = saved if self._may_continue(saved, gradients, element_bytes) else ()
+        self.plan = saved_plan(
+            continued, gradients, self.codecs, topologies, world_size, self.hosts
+        )
         if self.plan is not None:
             # A new measurement might lead to another plan, and the run would not continue exactly.
             self.algorithm = saved[0]["algorithm"]
@@ -191,6 +196,19 @@ class HookPlanner:
         plan = over_hosts(decision.plan, self.hosts)
         trial = tried_plan(session, plan, self.codecs, options.device, options.element_bytes)
         return decision.after_trial(trial, MARGIN)
+
+    def _may_continue(
+        self,
+        saved: Sequence[Mapping[str, Any]],
+        gradients: Sequence[GradientSpec],
+        element_bytes: int,
+    ) -> bool:
+        """Return True if an earlier run used an algorithm that this run may use, too."""
+        if not saved or self._algorithm in (AUTO, saved[0]["algorithm"]):
+            return True
+        # Under a named codec, a plan is uncompressed if no gradient is large enough.
+        is_small = all(spec.count * element_bytes < self._min_bytes for spec in gradients)
+        return is_small and saved[0]["algorithm"] == RAW
 
     def _options(self, device: torch.device, element_bytes: int) -> SyncPlanningOptions:
         return SyncPlanningOptions(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlres.codecs.gradient import OneBit
+from lightning_dlres.codecs.gradient import OneBit, gradient_codec
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.gradsync.execute.session import SyncSession
 from lightning_dlres.gradsync.hook import planner
@@ -18,6 +18,7 @@ from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.hook.sparse_parameters import sparse_parameters
 from lightning_dlres.gradsync.plan.decision import SyncDecision
+from lightning_dlres.gradsync.plan.units import GradientSpec
 from tests.support.rank_pool import RankContext, RankPool
 
 STEPS = 3
@@ -77,14 +78,16 @@ def test_a_named_algorithm_is_not_turned_off(pool: RankPool, coordinator: str) -
     assert all(map(torch.equal, ranks[0][0], ranks[2][0]))
 
 
-def resume(context: RankContext, saved: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Return the state after some steps of a run that may continue an earlier one."""
+def resume(
+    context: RankContext, saved: list[dict[str, Any]] | None, algorithm: str = "int8"
+) -> tuple[dict[str, Any], SyncDecision | None]:
+    """Return the state after a step of a run that may continue an earlier one, and the decision."""
     context.init_process_group()
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(40, 200), nn.Tanh(), nn.Linear(200, 1))
     # Only the first run names the topology; the resumed run would have to measure.
     state = GradientSyncState(
-        algorithm="int8", topology="ring" if saved is None else "auto", min_bytes=0
+        algorithm=algorithm, topology="ring" if saved is None else "auto", min_bytes=0
     )
     state.name_parameters(model.named_parameters())
     if saved is not None:
@@ -93,16 +96,45 @@ def resume(context: RankContext, saved: list[dict[str, Any]] | None) -> dict[str
     wrapped.register_comm_hook(state, compressed_hook)
     wrapped(torch.ones(2, 40)).square().mean().backward()
     result = copy.deepcopy(state.state_dict())
-    assert state.decision is None
     state.close()
-    return result
+    return result, state.decision
 
 
 def test_a_resumed_run_keeps_the_plan(pool: RankPool) -> None:
-    first = pool.run(resume, 2, None)
+    first = [state for state, _ in pool.run(resume, 2, None)]
     second = pool.run(resume, 2, first)
-    assert second[0]["plan"] == first[0]["plan"]
-    assert [one["step"] for one in second] == [2, 2]
+    assert second[0][0]["plan"] == first[0]["plan"]
+    assert [state["step"] for state, _ in second] == [2, 2]
+    assert [decision for _, decision in second] == [None, None]
+
+
+def test_a_resumed_run_with_another_algorithm_does_not_keep_the_plan(pool: RankPool) -> None:
+    """Uncompressed gradients would suit any algorithm."""
+    first = [state for state, _ in pool.run(resume, 2, None, "raw")]
+    for state, decision in pool.run(resume, 2, first, "int8"):
+        assert decision is not None
+        assert state["algorithm"] == "int8"
+        assert {entry["codec"] for entry in state["units"]} == {"int8"}
+
+
+@pytest.mark.parametrize(("element_bytes", "codec"), [(2, "raw"), (4, "int8")])
+def test_gradients_of_fewer_bytes_stay_uncompressed(
+    monkeypatch: pytest.MonkeyPatch, element_bytes: int, codec: str
+) -> None:
+    monkeypatch.setattr(planner.dist, "get_world_size", lambda: 2)
+    made = planner.HookPlanner(
+        algorithm="int8",
+        topology="ps",
+        codecs={"int8": gradient_codec("int8")},
+        min_bytes=4096,
+        is_adam_like=True,
+        is_coordinated=False,
+    )
+    gradients = [GradientSpec(name="weight", count=1500)]
+    # Fixed options need no messages.
+    made.make(gradients, (), None, torch.device("cpu"), element_bytes)  # type: ignore[arg-type]
+    assert made.plan is not None
+    assert {unit.codec for unit in made.plan.units} == {codec}
 
 
 def fail_to_plan(context: RankContext) -> tuple[str, list[bool]]:
