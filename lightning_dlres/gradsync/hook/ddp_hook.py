@@ -18,7 +18,11 @@ def compressed_hook(state: GradientSyncState, bucket: GradBucket) -> Future[Tens
         state: State of the hook.
         bucket: Bucket of gradients, which become their means over all ranks.
 
+    Returns:
+        Future of the bucket's buffer.
+
     Raises:
-        PeerError: If a rank was lost or late in an earlier call.
+        PeerError: If a rank was lost or late, now or in an earlier call.
+        ConfigError: If the state was closed, or the algorithm cannot handle the bucket.
     """
     return state.reduce(bucket)

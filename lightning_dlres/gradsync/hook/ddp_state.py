@@ -3,7 +3,7 @@
 The hook gets a bucket: a flat buffer with the gradients of some parameters. It splits the buffer
 into gradients again, because a codec encodes each of them by itself. Parameters are known by
 identity, so it does not matter that DDP sorts them into other buckets after the first step. Without
-`name_parameters`, the hook learns the parameters in the first step, and torch averages its buckets.
+`name_parameters`, the hook learns the parameters in the first step, whose buckets torch averages.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class GradientSyncState:
 
     Args:
         algorithm: "auto" measures the ranks and links at the start, and takes the algorithm with
-            the shortest predicted step, or torch's all-reduce. Other values: the name of a gradient
-            codec, "raw" for uncompressed gradients over the same tasks, "powersgd" for torch's
-            PowerSGD hook, or "none" for torch's all-reduce.
+            the shortest predicted step; torch's all-reduce is one of them. Other values: the name
+            of a gradient codec, "raw" for uncompressed gradients that travel like compressed ones,
+            "powersgd" for torch's PowerSGD hook, or "none" for torch's all-reduce.
         codec_options: Keyword arguments of the codec, or of `PowerSGD`.
         topology: "ps" (each rank is the parameter server of a part of the gradients), "ring", or
             "auto" for the one with the shorter predicted step.
@@ -75,22 +75,22 @@ class GradientSyncState:
             more than 2 %.
         transport: "gloo" sends messages over torch.distributed, and "zmq" over ZeroMQ, encrypted
             between hosts. "auto" takes "gloo".
-        hierarchy: "auto" adds the gradients of the ranks of a host as they are, and compresses only
-            what travels between hosts. It has no effect with one host, or with one rank on each.
+        hierarchy: "auto" adds uncompressed gradients inside each host, and compresses only what
+            travels between hosts. It has no effect with one host, or with one rank on each.
             "off" lets each rank synchronise by itself.
         host: Identity of this rank's host, the same for all its ranks. None: its host name, boot
             and network namespace.
         min_bytes: Gradients with fewer bytes are not compressed.
-        replan: "auto" measures again when the steps have become slower or faster, and changes what
-            was left to "auto" if that pays. False keeps the first plan.
+        replan: "auto" measures again when the steps have become slower or faster. If it pays, that
+            changes `algorithm` or `topology`, where they are "auto". False keeps the first plan.
         timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
         optimizers: Optimizers that get the gradients. "auto" takes only codecs that suit them; None
             counts as optimizers like Adam.
         check: Called while waiting; raises if a rank is known to have failed.
         keeps_previous: True makes `undo_step` possible, with a second copy of the residuals. Use it
-            with a gradient scaler, which skips steps. If backward synchronises gradients several
-            times for a step of the optimizers, they must be given in `optimizers`.
-        tracer: Gets a span for each task; None makes one.
+            with a gradient scaler, which skips steps. It needs `optimizers` if several backwards
+            of an optimizer step synchronise gradients.
+        tracer: Gets a span for each task; None: a new tracer.
 
     Attributes:
         tracer: Spans of all tasks.
@@ -123,8 +123,8 @@ class GradientSyncState:
         keeps_previous: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        self._low_rank = power_sgd(codec_options) if algorithm == POWERSGD else None
-        if self._low_rank is not None:
+        self._power_sgd = power_sgd(codec_options) if algorithm == POWERSGD else None
+        if self._power_sgd is not None:
             codec_options = None
         codecs = gradient_codecs(algorithm, codec_options, (AUTO, NONE, RAW, POWERSGD))
         self._algorithm = algorithm
@@ -172,13 +172,15 @@ class GradientSyncState:
         self._step = 0
         self._names: dict[nn.Parameter, str] = {}
         self._specs: list[GradientSpec] = []
-        # Parameters with sparse gradients, which torch's all-reduce sums.
+        # Parameters with sparse gradients, which torch's all-reduce averages.
         self._sparse: set[Tensor] = set()
         # True until the hook has learnt the parameters in its first step.
         self._is_learning = True
+        # Set by `open`, by the first bucket, and by `close`.
         self._is_open = self._has_begun = self._is_closed = False
         # True if the current backward belongs to the optimizer step of the one before.
         self._continues = False
+        # States of all ranks of an earlier run, until `open` restores them.
         self._saved: list[Mapping[str, Any]] = []
 
     def name_parameters(
@@ -188,17 +190,18 @@ class GradientSyncState:
     ) -> None:
         """Give names to all parameters of the module, before the first step.
 
-        Checkpoints need names. Without them, parameters are numbered, and the first step is not
-        compressed.
+        Checkpoints find residuals by these names. Without this method, the hook numbers the
+        parameters, and does not compress the first step.
 
         Args:
-            parameters: The result of `module.named_parameters()`. DistributedDataParallel ignores
-                parameters that need no gradient when it is made, and so does this method.
+            parameters: The result of `module.named_parameters()`. Parameters that need no gradient
+                are ignored, as DistributedDataParallel ignores them when it is made.
             sparse: Parameters with sparse gradients, as `sparse_parameters` finds them. Torch's
-                all-reduce sums them, and no plan counts them.
+                all-reduce averages these gradients, and plans leave them out.
 
         Raises:
-            ConfigError: If two parameters have one name, or the first step has begun.
+            ConfigError: If two parameters have one name, or a new one comes after `open` or the
+                first step.
         """
         self._sparse |= set(sparse)
         for name, parameter in parameters:
@@ -215,7 +218,7 @@ class GradientSyncState:
 
     @property
     def algorithm(self) -> str:
-        """The algorithm; that of the plan once there is one."""
+        """Current algorithm; "auto" until the ranks have chosen one."""
         return self._planner.algorithm
 
     @property
@@ -245,12 +248,12 @@ class GradientSyncState:
 
     @property
     def plan(self) -> SyncPlan | None:
-        """Plan of the synchronisation; None before its first step."""
+        """Plan of the synchronisation; None before `open`, and while torch averages gradients."""
         return self._planner.plan
 
     @property
     def synchroniser(self) -> GradientSynchroniser | None:
-        """Engine; None before its first step, after `close`, and with torch's all-reduce."""
+        """Engine that follows the plan; None without a plan, and after `close`."""
         session = self._sync.session
         return None if session is None else session.synchroniser
 
@@ -258,10 +261,12 @@ class GradientSyncState:
         """Start to replace the gradients of a bucket by their means; return its future buffer.
 
         Raises:
-            PeerError: If a rank was lost or late in an earlier call.
+            PeerError: If a rank was lost or late, now or in an earlier call.
+            ConfigError: If the state was closed, or the algorithm cannot handle the bucket.
         """
         if self.failure is not None:
             raise self.failure
+        self._has_begun = True
         self._refuse_closed()
         try:
             if bucket.index() == 0:
@@ -272,16 +277,15 @@ class GradientSyncState:
             raise
 
     def _refuse_closed(self) -> None:
-        self._has_begun = True
         if self._is_closed:
-            # Else the gradients would silently be those of torch's all-reduce.
+            # Else torch's all-reduce would silently take over.
             got, rule = "one that was closed", "open during training"
             raise ConfigError(got_expected("state", got, rule, "a new state and module"))
 
     def _begin_backward(self) -> None:
         self._continues = self._optimizer_steps.begin_backward()
-        if self._low_rank is not None and self._keeps_previous and not self._continues:
-            self._low_rank.keep()
+        if self._power_sgd is not None and self._keeps_previous and not self._continues:
+            self._power_sgd.keep()
         self._sync.begin_backward(self._step, self._continues)
 
     def _reduce(self, bucket: GradBucket, buffer: Tensor) -> Future[Tensor]:
@@ -290,14 +294,15 @@ class GradientSyncState:
             self.last_ready = time.perf_counter()
             self._step += 1
             self._is_learning = False
+        mean = functools.partial(all_reduce_mean, buffer)
         if watch is not None:
             watch.ready()
-        mean = functools.partial(all_reduce_mean, buffer, _nothing if watch is None else watch.done)
-        if self._low_rank is not None and dist.get_world_size() > 1:
+            mean = functools.partial(mean, watch.done)
+        if self._power_sgd is not None and dist.get_world_size() > 1:
             names = [self._name_of(parameter) for parameter in bucket.parameters()]
-            return self._low_rank.reduce(bucket, names, self.loss_scale)
+            return self._power_sgd.reduce(bucket, names, self.loss_scale)
         if buffer.is_sparse or bucket.parameters()[0] in self._sparse:
-            # A bucket of its own, as only embeddings have.
+            # DDP gives each sparse gradient a bucket of its own.
             return mean()
         if is_learning:
             for parameter in bucket.parameters():
@@ -305,9 +310,10 @@ class GradientSyncState:
             return mean()
         self.open(buffer.device, buffer.element_size())
         if self.synchroniser is None and self._sync.unsent.is_empty:
-            # A view of each gradient would cost time.
+            # Return before views of the gradients are made, which cost time.
             return mean()
-        gradients = self._gradients_of(bucket)
+        names = [self._name_of(parameter) for parameter in bucket.parameters()]
+        gradients = dict(zip(names, flat_gradients(bucket), strict=True))
         has_unsent = self._sync.unsent.add_to(gradients, self.loss_scale)
         if self.synchroniser is None:
             return mean()
@@ -317,6 +323,7 @@ class GradientSyncState:
             gradients,
             functools.partial(self._finish, future, buffer),
             loss_scale=self.loss_scale,
+            # Without data, the rank would send zeros, and the unsent gradients would be lost.
             has_data=self.has_data or has_unsent,
             continues=self._continues,
         )
@@ -333,8 +340,8 @@ class GradientSyncState:
                 got_expected("keeps_previous", False, "True for `undo_step`", "keeps_previous=True")
             )
         self._optimizer_steps.end()
-        if self._low_rank is not None:
-            self._low_rank.undo()
+        if self._power_sgd is not None:
+            self._power_sgd.undo()
         self._sync.undo_step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -346,8 +353,8 @@ class GradientSyncState:
         if self._saved and len(self._saved) == dist.get_world_size():
             # Nothing was sent since these states were loaded.
             saved = dict(self._saved[dist.get_rank()])
-        if self._low_rank is not None:
-            saved[POWERSGD] = self._low_rank.state_dict(dist.get_rank())
+        if self._power_sgd is not None:
+            saved[POWERSGD] = self._power_sgd.state_dict(dist.get_rank())
         return {**saved, "step": self._step, "algorithm": self.algorithm}
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -360,7 +367,7 @@ class GradientSyncState:
             states: Results of `state_dict`, by rank.
 
         Raises:
-            ConfigError: If there is no state, or the first step has begun.
+            ConfigError: If there is no state, or the plan was made, or the first step has begun.
         """
         if not states:
             raise ConfigError(
@@ -371,19 +378,19 @@ class GradientSyncState:
             raise ConfigError(got_expected("states", got, rule, "a new GradientSyncState"))
         self._step = states[0]["step"]
         self._saved = [one for one in states if "units" in one]
-        if self._saved and self._low_rank is not None and dist.get_world_size() > 1:
+        if self._saved and self._power_sgd is not None and dist.get_world_size() > 1:
             self._saved = []
             warnings.warn(
                 "The checkpoint's residuals were dropped, because PowerSGD cannot take those of "
                 "another algorithm.",
                 stacklevel=2,
             )
-        low_rank = [one[POWERSGD] for one in states if POWERSGD in one]
-        if low_rank and self._low_rank is not None and dist.get_world_size() > 1:
-            self._low_rank.load_state_dicts(low_rank, dist.get_rank(), dist.get_world_size())
-        elif low_rank:
+        of_powersgd = [one[POWERSGD] for one in states if POWERSGD in one]
+        if of_powersgd and self._power_sgd is not None and dist.get_world_size() > 1:
+            self._power_sgd.load_state_dicts(of_powersgd, dist.get_rank(), dist.get_world_size())
+        elif of_powersgd:
             # Any algorithm can send what PowerSGD left out.
-            self._sync.unsent.put(mean_errors(low_rank))
+            self._sync.unsent.put(mean_errors(of_powersgd))
 
     def close(self) -> None:
         """End the threads. All ranks call it together, unless one has failed.
@@ -398,7 +405,8 @@ class GradientSyncState:
     def open(self, device: torch.device, element_bytes: int = 4) -> None:
         """Connect the ranks and make the plan, unless that was done; called by all ranks together.
 
-        The first step calls it. `name_parameters` must be called before.
+        The hook calls it with the first bucket that it synchronises. A call before
+        `name_parameters` does nothing.
 
         Args:
             device: Device of the gradients.
@@ -406,9 +414,10 @@ class GradientSyncState:
 
         Raises:
             PeerError: If a rank is lost or late.
+            ConfigError: If the codec does not run on the device.
         """
         is_alone = dist.get_world_size() == 1
-        if self._is_open or not self._specs or (self._low_rank is not None and not is_alone):
+        if self._is_open or not self._specs or (self._power_sgd is not None and not is_alone):
             return
         self._is_open = True
         saved, self._saved = self._saved, []
@@ -424,26 +433,16 @@ class GradientSyncState:
     def _name_of(self, parameter: Tensor) -> str:
         return self._names.setdefault(parameter, f"parameter {len(self._names)}")  # type: ignore[arg-type]
 
-    def _gradients_of(self, bucket: GradBucket) -> dict[str, Tensor]:
-        """Return flat real views of a bucket's gradients by name."""
-        names = [self._name_of(parameter) for parameter in bucket.parameters()]
-        return dict(zip(names, flat_gradients(bucket), strict=True))
-
     def _finish(self, future: Future[Tensor], buffer: Tensor, error: BaseException | None) -> None:
         if error is None:
             if self._sync.watch is not None:
                 self._sync.watch.done()
             future.set_result(buffer)
             return
-        # The executor passes the same error to all buckets.
         self._fail(error)
         # DDP shows only the type of this error. Callers raise `failure` after backward.
         future.set_exception(error)  # type: ignore[arg-type]
 
     def _fail(self, error: BaseException) -> None:
-        """End the synchronisation with an error; `close` then does not wait for other ranks."""
+        """Keep the first error; `close` then does not wait for other ranks."""
         self._sync.failure = self._sync.failure or error
-
-
-def _nothing() -> None:
-    """Callback of means that no watch waits for."""

@@ -1,4 +1,4 @@
-"""Watch over the steps of one rank, which tells when the ranks should ask whether to plan again."""
+"""Watch over the steps of one rank: it tells when the ranks should agree whether to plan again."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 
 from lightning_dlres.gradsync.plan.measured_steps import DriftDetector
 
-# Part of the step that is added to the exposed time of synchronisation. Without it, an exposed time
-# near 0 would drift by its noise, though it hardly matters.
-_STEP_PART = 0.1
-# Steps without a new plan after the first one, and at most. The pause doubles with each planning,
-# so that noise costs little: a measurement takes about as long as some steps.
+# Fraction of the step's time that is added to the exposed time of synchronisation. Without it, the
+# noise of an exposed time near 0 would count as drift, though such a time hardly matters.
+_STEP_FRACTION = 0.1
+# Steps after a planning in which the ranks do not plan again: the first time, and at most. The
+# number doubles with each planning, so that noise costs little: a measurement takes about as long
+# as some steps.
 _FIRST_PAUSE, _LONGEST_PAUSE = 100, 10_000
 
 
@@ -25,7 +26,8 @@ class DriftWatch:
         first_pause: Steps before the ranks may plan again for the first time.
 
     Attributes:
-        is_due: True if a window of steps is complete, so that all ranks should agree.
+        is_due: True if a window of steps is complete, so that all ranks should agree whether to
+            plan again.
         is_drifting: True if that window has drifted on this rank.
     """
 
@@ -43,11 +45,14 @@ class DriftWatch:
         self._last_done: float | None = None
 
     def ready(self) -> None:
-        """Note that the last gradients of a step are ready."""
+        """Note that gradients of this rank are ready; the last call in a step counts."""
         self._ready = time.perf_counter()
 
     def done(self) -> None:
-        """Note that gradients have become means; from any thread."""
+        """Note that gradients have become means; the last call in a step counts.
+
+        Any thread may call it.
+        """
         self._done = time.perf_counter()
 
     def begin_step(self) -> None:
@@ -58,8 +63,8 @@ class DriftWatch:
             self.add(max(done - self._ready, 0.0), done - last_done)
 
     def add(self, exposed_seconds: float, step_seconds: float) -> None:
-        """Add the times of a step."""
-        is_drifting = self._detector.add(exposed_seconds + _STEP_PART * step_seconds)
+        """Add the exposed time and the whole time of a step."""
+        is_drifting = self._detector.add(exposed_seconds + _STEP_FRACTION * step_seconds)
         if self._detector.is_window_complete:
             self.is_due, self.is_drifting = True, is_drifting
 

@@ -1,6 +1,7 @@
-"""Ends of the optimizers' steps, which may take several backwards whose gradients are synchronised.
+"""Ends of optimizer steps, each of which may take several backwards that synchronise gradients.
 
-A gradient scaler that has found an overflow does not call the optimizer, so its step goes on.
+After an overflow, a gradient scaler does not call the optimizer. The caller then reports the end of
+the skipped step.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from torch.optim import Optimizer
 
 
 class OptimizerSteps:
-    """Watch over optimizers.
+    """Watch that notices the ends of optimizer steps by hooks of the optimizers.
 
     Args:
-        optimizers: Optimizers; without any, each backward counts as a step.
+        optimizers: Optimizers, each of which ends the step; without any, each backward counts as a
+            step.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:

@@ -1,4 +1,4 @@
-"""Synchronisation by the current plan of a hook, and its change between two steps."""
+"""Synchronisation by the current plan of a hook, and changes of the plan between two steps."""
 
 from __future__ import annotations
 
@@ -36,14 +36,17 @@ from lightning_dlres.gradsync.plan.plan import SyncPlan
 from lightning_dlres.gradsync.plan.plan_change import PlanChange
 from lightning_dlres.gradsync.plan.units import GradientSpec
 
-# First step that repeats a plan. DDP sorts parameters into other buckets after step 0, and step 1
-# is slow because connections are made in it.
-_REPLAYED_STEP = 3
+# Steps of a plan before the replay, which repeats the messages of the last of them. The first two
+# are not typical: DDP sorts parameters into other buckets after step 0, and step 1 is slow because
+# connections are made in it.
+_STEPS_BEFORE_REPLAY = 3
 _log = logging.getLogger(__name__)
 
 
 class PlannedSync:
-    """Session of all ranks that follows the planner, and this rank's states of the codecs.
+    """Synchronisation that follows the planner: the ranks' session, and this rank's codec states.
+
+    A new plan gets a new session, and takes over the states.
 
     Args:
         planner: Planner, which holds the current plan.
@@ -58,11 +61,11 @@ class PlannedSync:
         tracer: Gets a span for each task.
 
     Attributes:
-        session: Session; None with torch's all-reduce.
-        states: States of the codecs.
-        unsent: What no state can take.
-        watch: Watch over the steps; None if the first plan stays.
-        changes: Changes of the plan.
+        session: Current session; None before `open`, and with torch's all-reduce.
+        states: This rank's states of the codecs.
+        unsent: Residuals that no state can take.
+        watch: Watch over the steps; None before `open`, and if the first plan stays.
+        changes: Changes of the plan, the oldest one first.
         failure: Error that ended the synchronisation; None while there is none.
     """
 
@@ -89,10 +92,10 @@ class PlannedSync:
         self.watch: DriftWatch | None = None
         self.changes: list[PlanChange] = []
         self.failure: BaseException | None = None
-        # Groups of the session, and of what is agreed and measured between two steps. They are made
-        # at the start: making a group hangs if a rank is lost.
-        self._group: dist.ProcessGroup | None = None
-        self._control: dist.ProcessGroup | None = None
+        # The control group is for agreements and measurements between two steps. Both groups are
+        # made at the start: making a group hangs if a rank is lost.
+        self._session_group: dist.ProcessGroup | None = None
+        self._control_group: dist.ProcessGroup | None = None
         self._gradients: Sequence[GradientSpec] = ()
         self._device, self._element_bytes = torch.device("cpu"), 4
 
@@ -110,14 +113,15 @@ class PlannedSync:
 
         Args:
             gradients: The gradients, in the order of the model.
-            saved: Saved states of all ranks of an earlier run, by rank.
-            step: First step.
+            saved: Saved states of all ranks of an earlier run, by rank; empty without one.
+            step: Number of the first step.
             device: Device of the gradients.
             element_bytes: Bytes of an element of a gradient.
             has_plan: False for torch's all-reduce.
 
         Raises:
             PeerError: If a rank is lost or late.
+            ConfigError: If the codec does not run on the device.
         """
         self._gradients, self._device, self._element_bytes = gradients, device, element_bytes
         if has_plan:
@@ -128,21 +132,22 @@ class PlannedSync:
                 self.failure = error
                 raise
         if saved and self._planner.plan is None:
+            # Every rank adds the mean, so the all-reduce of the gradients leaves it unchanged.
             self.unsent.put({spec.name: unsent_mean(saved, spec) for spec in gradients})
 
     def _connect(self, saved: Sequence[Mapping[str, Any]], step: int) -> None:
         planner, rank = self._planner, dist.get_rank()
-        self._control, self._group = gloo_group(), gloo_group()
+        self._control_group, self._session_group = gloo_group(), gloo_group()
         if self._has_hierarchy:
             identity = host_identity() if self._host is None else self._host
-            hosts = hosts_of_ranks(identity, self._control, self._timeout, self._check)
+            hosts = hosts_of_ranks(identity, self._control_group, self._timeout, self._check)
             planner.hosts = hosts if shares_hosts(hosts) else ()
         device, element_bytes = self._device, self._element_bytes
         if not planner.make_without_measuring(self._gradients, saved, device, element_bytes):
             with self._probing() as probe:
                 planner.make(self._gradients, probe, device, element_bytes)
         if planner.plan is not None:
-            session = self._new_session(self._group, self._tracer)
+            session = self._new_session(self._session_group, self._tracer)
             with session.ended_by_failures():
                 continue_states(
                     saved, planner.plan, planner.codecs, rank, self._device, self.states
@@ -156,8 +161,8 @@ class PlannedSync:
     @contextmanager
     def _probing(self) -> Iterator[SyncSession]:
         """Context manager that opens a session for a measurement, and closes it on all ranks."""
-        # Its messages are not those of training, so no tracer records them.
-        probe = self._new_session(self._control, Tracer(enabled=False))
+        # The probe's messages are not those of training, so no tracer records them.
+        probe = self._new_session(self._control_group, Tracer(enabled=False))
         with probe.ended_by_failures():
             yield probe
         probe.close(orderly=True)
@@ -180,7 +185,7 @@ class PlannedSync:
                 self._device,
                 timeout=self._timeout,
                 check=self._check,
-                group=self._control,
+                group=self._control_group,
                 transport=self._transport,
             )
         session.start(
@@ -188,7 +193,7 @@ class PlannedSync:
             codecs,
             self.states,
             coordinator=coordinator,
-            replay_from=step + _REPLAYED_STEP,
+            replay_from=step + _STEPS_BEFORE_REPLAY,
             keeps_previous=self._keeps_previous,
         )
         self.session = session
@@ -196,8 +201,8 @@ class PlannedSync:
     def begin_backward(self, step: int, continues: bool) -> None:
         """Prepare for the first bucket of a backward; change the plan if it is time for that.
 
-        All gradients of the step before are means. The other ranks are here, too, or will be soon,
-        since they take the same steps.
+        The plan may change here, because all gradients of the step before are means. The ranks may
+        agree here, because all of them take the same steps.
 
         Args:
             step: Number of the step.
@@ -211,12 +216,12 @@ class PlannedSync:
         if self.watch is None:
             return
         self.watch.begin_step()
-        # Within an optimizer step, the copies for its undoing are those of one plan.
+        # Not within an optimizer step: `undo_step` needs copies of states under one plan.
         if not self.watch.is_due or continues:
             return
-        assert self._control is not None
+        assert self._control_group is not None
         is_steady = not self.watch.is_drifting
-        if all_ranks_agree(is_steady, self._control, self._timeout, self._check):
+        if all_ranks_agree(is_steady, self._control_group, self._timeout, self._check):
             self.watch.agreed()
         else:
             self._plan_again(step)
@@ -240,7 +245,7 @@ class PlannedSync:
             )
             self.unsent.put(unsent)
         if planner.plan is not None:
-            session = self._new_session(self._group, self._tracer)
+            session = self._new_session(self._session_group, self._tracer)
             with session.ended_by_failures():
                 self._start(session, planner.plan, step)
         self.changes.append(change)
@@ -248,7 +253,7 @@ class PlannedSync:
             _log.info(change.line())
 
     def undo_step(self) -> None:
-        """Return to the states of before the last step of the optimizer."""
+        """Restore the states from before the last optimizer step."""
         self.unsent.undo()
         if self.session is not None:
             self.session.synchroniser.undo_step()
@@ -268,17 +273,17 @@ class PlannedSync:
             PeerError: If a rank does not call it in time.
         """
         session, self.session = self.session, None
-        control, self._control = self._control, None
+        control_group, self._control_group = self._control_group, None
         is_orderly = False
         try:
-            if control is not None and self.failure is None:
-                # The last messages of other ranks may still need the coordinator, or pass this
-                # rank.
-                all_ranks_agree(True, control, self._timeout, self._check)
+            if control_group is not None and self.failure is None:
+                # The last messages of other ranks may still need the coordinator on this rank, or
+                # pass through this rank in a ring.
+                all_ranks_agree(True, control_group, self._timeout, self._check)
                 is_orderly = True
         finally:
             if session is not None:
                 session.close(orderly=is_orderly)
             if is_orderly:
-                for group in (control, self._group):
+                for group in (control_group, self._session_group):
                     dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Plans of the hook's state: a given one, that of an earlier run, or the cost model's."""
+"""Planner of the hook's state: plans by fixed options, of an earlier run, or by the cost model."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class HookPlanner:
     Args:
         algorithm: "auto", "raw", or the name of a codec.
         topology: "auto", "ps" or "ring".
-        codecs: Codec of the algorithm by name; empty for "auto" and "raw".
+        codecs: Codec of the algorithm by its name; empty for "auto" and "raw".
         min_bytes: Gradients with fewer bytes are not compressed.
         is_adam_like: True if one- and two-bit gradients do not suit the optimizers.
-        is_coordinated: True if a coordinator lets one rank send to another at a time.
+        is_coordinated: True if a coordinator plans the messages; see `StepPredictor`.
 
     Attributes:
         codecs: Codecs by name: that of the algorithm, or those among which "auto" chooses.
         plan: Current plan; None for torch's all-reduce.
         decision: Decision that led to the plan; None if the cost model was not asked.
         algorithm: Current algorithm, or "auto" before the first plan.
-        hosts: Ranks of each host, if one rank of a host synchronises for the others. Decisions are
-            then for the hosts, and the plan for all ranks.
+        hosts: Ranks of each host, if one rank of a host synchronises for the others; else empty.
+            The plan in `decision` then has one rank for each host, and `plan` has all ranks.
     """
 
     def __init__(
@@ -75,7 +75,11 @@ class HookPlanner:
         return AUTO in (self._algorithm, self._topology)
 
     def require_kernels(self, device: torch.device) -> None:
-        """Raise a `ConfigError` if the named codec does not run on a device here."""
+        """Raise if the named codec does not run on a device of this machine.
+
+        Raises:
+            ConfigError: If its kernels are missing.
+        """
         if device.type != "cpu" and not all(c.runs_on_gpus() for c in self.codecs.values()):
             raise ConfigError(
                 f"algorithm must be one that runs on {device.type} here, got {self._algorithm!r}. "
@@ -93,13 +97,13 @@ class HookPlanner:
 
         Args:
             gradients: The gradients, in the order of the model.
-            saved: Saved states of all ranks of an earlier run, by rank.
+            saved: Saved states of all ranks of an earlier run, by rank; empty without one.
             device: Device of the gradients.
             element_bytes: Bytes of an element of a gradient.
         """
         world_size = dist.get_world_size()
         if not self.is_automatic:
-            # With hosts, their first ranks share the merging.
+            # With hosts, only their first ranks merge.
             size = len(self.hosts) or world_size
             choices = choices_by_size(
                 gradients,
@@ -168,6 +172,9 @@ class HookPlanner:
 
         Returns:
             The change, the same on all ranks; None if the plan stays.
+
+        Raises:
+            PeerError: If a rank is lost or late.
         """
         plan = None if self.plan is None else plan_of_leaders(self.plan)
         options = self._options(device, element_bytes)
@@ -223,6 +230,7 @@ class HookPlanner:
         )
 
     def _follow(self, decision: SyncDecision) -> None:
+        """Make the plan of a decision the current one."""
         self.decision, self.algorithm = decision, decision.algorithm
         self.plan = None if decision.plan is None else over_hosts(decision.plan, self.hosts)
         self._costs = decision.costs

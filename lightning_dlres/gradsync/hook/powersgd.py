@@ -1,11 +1,14 @@
 """Low-rank gradients by PyTorch's own PowerSGD hook (Vogels et al., 2019).
 
-Torch keeps the errors and the matrices Q of a bucket in the order of its parameters. A resumed run
-begins with other buckets, so this module knows them by the names of the parameters.
+The hook approximates each gradient, taken as a matrix, by a product P Q^T of two narrow matrices.
+What the product lacks is the error, which is added to the next gradient. Torch keeps the errors and
+the matrices Q of a bucket in the order of its parameters. A resumed run begins with other buckets,
+so checkpoints have the errors and matrices by the names of the parameters.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,20 +26,22 @@ from lightning_dlres.core.checks import finite, flag, keyword_arguments, whole_n
 from lightning_dlres.core.errors import ConfigError, got_expected
 
 POWERSGD = "powersgd"
-_SINGLE_BUCKET = "a single bucket with gloo"
+# Least `start_step` with error feedback or a warm start: DDP changes its buckets after step 0, and
+# torch's hook refuses less.
+_FIRST_START_STEP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Before:
-    """What steps change: that of `PowerSGD`, and that of torch, by bucket."""
+    """State from before a step: fields of `PowerSGD`, and those of torch's state by bucket."""
 
     scale: float
     layouts: dict[int, dict[str, torch.Size]]
     named_errors: dict[str, Tensor]
     named_qs: dict[str, Tensor]
     errors: dict[int, Tensor]
-    ps: dict[int, Tensor]
-    qs: dict[int, Tensor]
+    p_matrices: dict[int, Tensor]
+    q_matrices: dict[int, Tensor]
 
 
 class PowerSGD:
@@ -46,9 +51,10 @@ class PowerSGD:
         rank: Rank of the matrices that approximate a gradient.
         start_step: First step that is compressed; those before use all-reduce.
         error_feedback: True sends in later steps what a step left out.
-        warm_start: True begins with the matrices of the step before.
+        warm_start: True begins each step with the matrices Q of the step before; False, with random
+            ones.
         least_ratio: A gradient is compressed only if that makes it smaller by this factor.
-        seed: Seed of the first matrices.
+        seed: Seed of the random matrices Q.
 
     Raises:
         ConfigError: If an argument has a bad value.
@@ -64,7 +70,8 @@ class PowerSGD:
         least_ratio: float = 2.0,
         seed: int = 0,
     ) -> None:
-        least = 2 if flag("error_feedback", error_feedback) | flag("warm_start", warm_start) else 0
+        has_memory = flag("error_feedback", error_feedback) | flag("warm_start", warm_start)
+        least = _FIRST_START_STEP if has_memory else 0
         self._state = PowerSGDState(
             process_group=None,
             matrix_approximation_rank=whole_number("rank", rank, "rank=1"),
@@ -74,44 +81,48 @@ class PowerSGD:
             warm_start=warm_start,
             random_seed=whole_number("seed", seed, "seed=0", least=0),
         )
-        # Names and shapes of the parameters of each bucket that has a state.
+        # Names and shapes of the parameters of each bucket that has a state, by index.
         self._layouts: dict[int, dict[str, torch.Size]] = {}
-        # Errors and matrices Q of parameters that are in no known bucket, by name.
+        # Flat errors and matrices Q by name, until `_arrange` puts them into a bucket's state.
         self._errors: dict[str, Tensor] = {}
         self._qs: dict[str, Tensor] = {}
-        # Factor of the gradients that the errors have.
+        # Loss scale by which all errors are multiplied now.
         self._scale = 1.0
         self._before: _Before | None = None
 
     def keep(self) -> None:
-        """Copy what the next steps change, so that `undo` can undo them."""
-        # Torch replaces the errors in each step, and writes to the matrices.
+        """Keep the state of now, so that `undo` can undo the steps after it."""
+        # Torch replaces the tensors of errors, but writes to those of Q. It computes P anew.
         self._before = _Before(
             scale=self._scale,
             layouts=dict(self._layouts),
             named_errors=dict(self._errors),
             named_qs=dict(self._qs),
             errors=dict(self._state.error_dict),
-            ps=dict(self._state.p_memory_dict),
-            qs={bucket: q.clone() for bucket, q in self._state.q_memory_dict.items()},
+            p_matrices=dict(self._state.p_memory_dict),
+            q_matrices={bucket: q.clone() for bucket, q in self._state.q_memory_dict.items()},
         )
 
     def undo(self) -> None:
-        """Return to the state of before the steps since `keep`, which is called once between."""
+        """Return to the state of the last `keep`; do nothing if that was undone already."""
         if self._before is not None:
             before, self._before = self._before, None
             self._scale, self._layouts = before.scale, before.layouts
             self._errors, self._qs = before.named_errors, before.named_qs
             self._state.error_dict = before.errors
-            self._state.p_memory_dict, self._state.q_memory_dict = before.ps, before.qs
+            self._state.p_memory_dict = before.p_matrices
+            self._state.q_memory_dict = before.q_matrices
 
     def reduce(self, bucket: GradBucket, names: Sequence[str], loss_scale: float) -> Future[Tensor]:
         """Start to replace the gradients of a bucket by their approximate means.
 
         Args:
             bucket: The bucket.
-            names: Names of its parameters.
+            names: Names of its parameters, in the order of the bucket.
             loss_scale: Factor of the gradients, a power of two.
+
+        Returns:
+            Future of the bucket's buffer.
 
         Raises:
             ConfigError: If torch's hook cannot handle the bucket.
@@ -128,7 +139,9 @@ class PowerSGD:
         return powerSGD_hook(self._state, bucket)
 
     def state_dict(self, rank: int) -> dict[str, Any]:
-        """Return numbers, strings and tensors, by the names of parameters.
+        """Return the step, the random generator, and the errors and matrices Q by parameter.
+
+        The tensors are flat. Errors are without the loss scale.
 
         Args:
             rank: This rank. All ranks have the same matrices Q, so only rank 0 saves them.
@@ -151,7 +164,15 @@ class PowerSGD:
     def load_state_dicts(
         self, saved: Sequence[Mapping[str, Any]], rank: int, world_size: int
     ) -> None:
-        """Continue from the states of all ranks of an earlier run, before the first step."""
+        """Continue from the states of all ranks of an earlier run, before the first step.
+
+        On another number of ranks, each rank gets the mean of the errors, with a warning.
+
+        Args:
+            saved: Results of `state_dict`, by rank.
+            rank: This rank.
+            world_size: Number of ranks of this run.
+        """
         self._state.iter = saved[0]["iteration"]
         position, has_gauss, gauss = saved[0]["random_position"]
         keys = saved[0]["random_keys"].numpy().astype(np.uint32)
@@ -175,15 +196,11 @@ class PowerSGD:
         is_gloo = bucket.buffer().device.type == "cpu"
         is_single = bucket.index() == 0 and bucket.is_last()
         if is_gloo and not is_single and self._state.iter > 0:
-            # Its chain of callbacks waits on gloo's own threads, which several buckets exhaust.
-            raise ConfigError(
-                got_expected(
-                    "bucket_cap_mb",
-                    "several buckets",
-                    f"{_SINGLE_BUCKET} for algorithm 'powersgd', and parameters of one dtype",
-                    "bucket_cap_mb=1_000_000",
-                )
-            )
+            # The hook's callbacks wait in gloo's threads for each other. Several buckets could take
+            # all of these threads, and so deadlock.
+            rule = "a single bucket with gloo for algorithm 'powersgd', and parameters of one dtype"
+            fix = "bucket_cap_mb=1_000_000"
+            raise ConfigError(got_expected("bucket_cap_mb", "several buckets", rule, fix))
         for name, parameter in zip(names, bucket.parameters(), strict=True):
             if parameter.dim() == 0 or parameter.is_complex():
                 rule = "'int8' or another codec for scalar or complex parameters"
@@ -191,12 +208,13 @@ class PowerSGD:
                 raise ConfigError(got_expected("algorithm", got, rule, "algorithm='int8'"))
 
     def _arrange(self, bucket: GradBucket, layout: dict[str, torch.Size]) -> None:
-        """Put the state of a bucket's parameters into their order."""
+        """Give torch the state of a bucket's parameters, in the order of the bucket."""
         index = bucket.index()
-        # The order counts, which dicts do not compare.
+        # Compare lists: the order counts, and equal dicts may differ in it.
         if list(self._layouts.get(index, ())) == list(layout):
             return
-        for other in [i for i, known in self._layouts.items() if known.keys() & layout.keys()]:
+        # Take the state out of all buckets that had some of these parameters.
+        for other in [i for i, old in self._layouts.items() if old.keys() & layout.keys()]:
             self._errors |= self._errors_of(other)
             self._qs |= self._qs_of(other)
             del self._layouts[other]
@@ -219,21 +237,22 @@ class PowerSGD:
                 [self._qs.pop(name).to(buffer) for name in order]
             )
             count = sum(rank * rows for rows, _, rank in order.values())
-            self._state.p_memory_dict[index] = torch.empty_like(buffer[:1]).expand(count).clone()
+            # The hook takes Q only if there is memory for P.
+            self._state.p_memory_dict[index] = buffer.new_empty(count)
 
     def _drop_misfits(self, layout: Mapping[str, torch.Size]) -> None:
         """Drop loaded errors and matrices whose sizes are not those of this run, with a warning."""
-        sizes = {
+        sizes_of_q = {
             name: rank * columns for name, (_, columns, rank) in self._compressed(layout).items()
         }
         misfits = [
-            (kept, name)
-            for kept, known in ((self._errors, _counts(layout)), (self._qs, sizes))
+            (loaded, name)
+            for loaded, expected in ((self._errors, _counts(layout)), (self._qs, sizes_of_q))
             for name in layout
-            if name in kept and kept[name].numel() != known.get(name)
+            if name in loaded and loaded[name].numel() != expected.get(name)
         ]
-        for kept, name in misfits:
-            del kept[name]
+        for loaded, name in misfits:
+            del loaded[name]
         if misfits:
             names = sorted({name for _, name in misfits})
             warnings.warn(
@@ -253,8 +272,10 @@ class PowerSGD:
             self._scale = loss_scale
 
     def _compressed(self, layout: Mapping[str, torch.Size]) -> dict[str, tuple[int, int, int]]:
-        """Return rows, columns and rank of the gradients that torch compresses, in its order: those
-        of one shape follow each other."""
+        """Return rows, columns and rank, by name, of the gradients that torch compresses.
+
+        They are in torch's order, in which those of one shape follow each other.
+        """
         by_shape: dict[tuple[int, int, int], list[str]] = {}
         for name, shape in layout.items():
             rows, columns = shape[0], shape.numel() // max(shape[0], 1)
@@ -280,17 +301,21 @@ class PowerSGD:
 
 
 def _counts(layout: Mapping[str, torch.Size]) -> dict[str, int]:
+    """Return the number of elements of each parameter."""
     return {name: shape.numel() for name, shape in layout.items()}
 
 
 def power_sgd(codec_options: object) -> PowerSGD:
     """Return PowerSGD with the options of a user.
 
+    Args:
+        codec_options: Keyword arguments of `PowerSGD` as a dict, or None.
+
     Raises:
         ConfigError: If an option is unknown or bad.
     """
     options = keyword_arguments("codec_options", codec_options)
-    known = {"rank", "start_step", "error_feedback", "warm_start", "least_ratio", "seed"}
+    known = inspect.signature(PowerSGD).parameters.keys()
     if not options.keys() <= known:
         rule = f"some of {sorted(known)} for 'powersgd'"
         raise ConfigError(got_expected("codec_options", options, rule, "codec_options=None"))
@@ -298,7 +323,13 @@ def power_sgd(codec_options: object) -> PowerSGD:
 
 
 def mean_errors(saved: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return the mean of all ranks' errors by parameter: what the last means lacked."""
+    """Return the mean of all ranks' flat errors by parameter.
+
+    It is what the last mean gradients lacked. An error that a rank has not counts as zero.
+
+    Args:
+        saved: Results of `PowerSGD.state_dict`, by rank.
+    """
     names = dict.fromkeys(name for one in saved for name in one["errors"])
     return {
         name: sum(one["errors"][name] for one in saved if name in one["errors"]) / len(saved)

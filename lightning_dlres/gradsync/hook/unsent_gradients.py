@@ -13,10 +13,10 @@ from lightning_dlres.gradsync.plan.plan import RAW
 
 
 class UnsentGradients:
-    """What this rank has not sent, by gradient, without the loss scale.
+    """Residuals of this rank by gradient, without the loss scale.
 
-    It is added to the gradients of the next step. An optimizer may skip that step, so it is kept
-    until the next one begins.
+    They are added to the gradients of the next step. An optimizer may skip that step, so they are
+    kept until the step after it begins.
     """
 
     def __init__(self) -> None:
@@ -29,16 +29,16 @@ class UnsentGradients:
         return not self._values
 
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """Add float32[elements] by gradient."""
+        """Keep residuals: float32[elements] by gradient."""
         for name, value in values.items():
             self._values[name] = self._values[name] + value if name in self._values else value
 
     def begin(self) -> None:
-        """Forget what was added, because the optimizer has used it."""
+        """Begin a step: forget what was added before, because the optimizer has used it."""
         self._added.clear()
 
     def add_to(self, gradients: Mapping[str, Tensor], loss_scale: float) -> bool:
-        """Add to flat gradients by name; return True if there was something to add."""
+        """Add the residuals to flat gradients by name; return True if there were any."""
         names = self._values.keys() & gradients.keys()
         for name in names:
             value = self._added[name] = self._values.pop(name)
