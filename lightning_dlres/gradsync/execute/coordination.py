@@ -33,7 +33,7 @@ Plan = Transmission | LearnedPlan
 
 
 class CoordinatorLink:
-    """Link of one rank to the coordinator, which runs on rank `coordinator`.
+    """Link of one rank to the coordinator; on the coordinator's rank, it is the coordinator, too.
 
     Args:
         mailbox: Messages to the other ranks.
@@ -67,12 +67,15 @@ class CoordinatorLink:
         on_plan: Callable[[Plan], None],
         on_failure: Callable[[BaseException], None],
     ) -> list[tuple[int, Channel]]:
-        """Connect to the coordinator, or to all ranks on its own rank; return the ranks and
-        channels to which this link sends.
+        """Connect to the coordinator; on the coordinator's rank, to all other ranks.
 
         Args:
             on_plan: Called with each planned message of any rank, and with a plan to repeat.
-            on_failure: Called if the coordinator, or on its rank another rank, is lost.
+            on_failure: Called if a rank that this link receives from is lost, or sends a broken
+                message.
+
+        Returns:
+            Ranks and channels to which this link sends.
         """
         self._on_plan, self._on_failure = on_plan, on_failure
         mailbox = self._mailbox
@@ -97,7 +100,7 @@ class CoordinatorLink:
         self._report(_ARRIVED, [[source, destination]])
 
     def report_learned(self, step: int) -> None:
-        """Report that this rank has finished a step, and wants to repeat its plan."""
+        """Report that this rank has finished a step whose messages it will repeat."""
         self._report(_LEARNED, [[step]])
 
     def _report(self, kind: str, rows: list[list[int]]) -> None:
@@ -111,7 +114,8 @@ class CoordinatorLink:
         with self._lock:
             if kind == _READY:
                 self._planner.add(
-                    Transfer(rank, row[0], (row[1], row[2], row[3]), row[4]) for row in rows
+                    Transfer(rank, destination, (step, unit, part), nbytes)
+                    for destination, step, unit, part, nbytes in rows
                 )
             elif kind == _ARRIVED:
                 # A rank can free only the link to itself.
@@ -120,9 +124,8 @@ class CoordinatorLink:
             else:
                 self._finished.add(rank)
                 if len(self._finished) == len(self._mailbox.names):
-                    learned = [
-                        message for message in self.log if message.entries[0][0] == rows[0][0]
-                    ]
+                    step = rows[0][0]
+                    learned = [message for message in self.log if _step_of(message) == step]
                     self._broadcast(learned, is_learned=True)
                 return
             messages = self._planner.next_transmissions()
@@ -133,10 +136,10 @@ class CoordinatorLink:
     def _record(self, messages: list[Transmission]) -> None:
         """Add messages to the log. A rank may be a step ahead of others, so two steps are kept."""
         self.log += messages
-        newest = max((message.entries[0][0] for message in messages), default=0)
+        newest = max(map(_step_of, messages), default=0)
         if newest > self._newest_step:
             self._newest_step = newest
-            self.log = [message for message in self.log if message.entries[0][0] >= newest - 1]
+            self.log = [message for message in self.log if _step_of(message) >= newest - 1]
 
     def _broadcast(self, messages: list[Transmission], *, is_learned: bool = False) -> None:
         rows = [[m.source, m.destination, [list(e) for e in m.entries]] for m in messages]
@@ -176,3 +179,8 @@ class CoordinatorLink:
             self._pass_on([Transmission(*row) for row in rows], is_learned)
         except Exception as error:
             self._on_failure(error)
+
+
+def _step_of(message: Transmission) -> int:
+    """Return the step of a message, which all of its entries have."""
+    return message.entries[0][0]

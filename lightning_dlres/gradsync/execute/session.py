@@ -48,7 +48,7 @@ class SyncSession:
         transport: "gloo" for messages over torch.distributed, or "zmq" for ZeroMQ.
 
     Attributes:
-        mailbox: Messages to the other ranks.
+        mailbox: Sends messages to the other ranks, and receives theirs.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SyncSession:
         replay_from: int = 1,
         keeps_previous: bool = False,
     ) -> GradientSynchroniser:
-        """Return the engine for a plan; called once, by all ranks together.
+        """Start the engine for a plan, and return it; called once, by all ranks together.
 
         Args:
             plan: Plan, the same on all ranks.
@@ -191,8 +191,8 @@ def all_reduce_mean(buffer: Tensor, on_done: Callable[[], None] = lambda: None) 
     The arithmetic is that of DistributedDataParallel without a hook.
 
     Args:
-        buffer: The buffer.
-        on_done: Called from another thread when the mean is there.
+        buffer: Gradients of any dtype, dense or sparse.
+        on_done: Called from another thread when the buffer is the mean; not after an error.
     """
     work = dist.all_reduce(buffer.mul_(1 / dist.get_world_size()), async_op=True)
     assert work is not None
@@ -212,8 +212,11 @@ def spec_of(name: str, parameter: Tensor) -> GradientSpec:
 
 
 def flat_gradients(bucket: GradBucket) -> list[Tensor]:
-    """Return flat views of a bucket's gradients, whatever their strides, in the order of the
-    bucket's parameters. Views of complex gradients are real, and twice as long."""
+    """Return flat views of a bucket's gradients, in the order of the bucket's parameters.
+
+    A view has the elements in the order of memory, whatever the strides of the gradient. Views of
+    complex gradients are real, and twice as long.
+    """
     buffer = bucket.buffer()
     views = []
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -232,7 +235,7 @@ def gradient_codecs(
     Args:
         algorithm: Name of a gradient codec, or one of `others`.
         codec_options: Keyword arguments of the codec, or None.
-        others: Algorithms without a codec.
+        others: Further names that are allowed, of algorithms without a codec.
 
     Raises:
         ConfigError: If no gradient codec has that name, or an option is unknown or bad.

@@ -49,7 +49,7 @@ class ReadySend:
 
     @property
     def nbytes(self) -> int:
-        """Size of the payload."""
+        """Bytes of the payload."""
         return self.run.payload_bytes(self.part)
 
 
@@ -67,9 +67,9 @@ def sizes_of(sends: Sequence[ReadySend]) -> dict[str, int]:
 class WaitingSends:
     """Ready payloads that the thread of compute tasks has not yet given to the thread of transfers.
 
-    The first payload to a rank never waits. Those that follow it at once wait for more of them
-    while there are other tasks: the link is busy, and every message costs processor time on both
-    sides.
+    The first payload to a rank never waits. For `FOLLOWING_SECONDS` after it, further ones to this
+    rank wait for more of them while there are other tasks: the link is busy, and every message
+    costs processor time on both sides.
 
     Args:
         now: Function that returns the time in seconds.
@@ -92,7 +92,7 @@ class WaitingSends:
         self._bytes[destination] = self._bytes.get(destination, 0) + send.nbytes
 
     def is_due(self) -> bool:
-        """Return True if the payloads must not wait any longer."""
+        """Return True if the payloads to some rank must not wait any longer."""
         now = self._now()
         return any(
             nbytes >= WAITING_BYTES or now >= self._due_times[destination]
@@ -100,7 +100,7 @@ class WaitingSends:
         )
 
     def take(self) -> list[ReadySend]:
-        """Remove and return all payloads."""
+        """Remove and return the payloads to all ranks, in the order of `add`."""
         until = self._now() + FOLLOWING_SECONDS
         for destination in self._bytes:
             self._due_times[destination] = until
@@ -111,7 +111,7 @@ class WaitingSends:
 
 @dataclass(frozen=True)
 class StepStart:
-    """Units of a step were started on this rank, so the step before is done here."""
+    """Start of units of a step on this rank, so the step before is done here."""
 
     step: int
 
@@ -123,7 +123,10 @@ Message = tuple[int, list[ReadySend]]
 
 
 class Transmitter(ABC):
-    """Rule that turns ready payloads into messages. Only the thread of transfers calls `take`."""
+    """Rule that turns ready payloads into messages.
+
+    Only the thread of transfers calls `take`.
+    """
 
     @abstractmethod
     def take(self, items: Sequence[TransferItem]) -> list[Message]:
@@ -153,7 +156,7 @@ class DirectTransmitter(Transmitter):
 
 
 class CoordinatedTransmitter(Transmitter):
-    """Reports what is ready to the coordinator, and sends what its plans say.
+    """Reports ready payloads to the coordinator, and sends them in the messages that it plans.
 
     From step `replay_from` on, it repeats the messages of the step before in their order, without
     the coordinator. All ranks repeat one sequence in which no message comes before those that it
@@ -171,7 +174,9 @@ class CoordinatedTransmitter(Transmitter):
         self._rank, self._coordinator, self._replay_from = rank, coordinator, replay_from
         # Ready payloads that are not sent yet, by destination and entry.
         self._ready: dict[tuple[int, Entry], ReadySend] = {}
+        # True once this rank has asked for the messages to repeat; they come when all ranks have.
         self._has_asked = False
+        # This rank's messages to repeat in each step; None until they come.
         self._replayed: list[Transmission] | None = None
         # Step and position in `_replayed` of the next message.
         self._step, self._next = replay_from or 0, 0
@@ -185,8 +190,8 @@ class CoordinatedTransmitter(Transmitter):
                 if item.source == self._rank:
                     messages.append(self._message(item.destination, item.entries))
             elif isinstance(item, StepStart):
-                # Not only when a payload is ready: it may depend on those of ranks that wait for
-                # the plan.
+                # Ask now, not when a payload is ready. It may depend on payloads of other ranks,
+                # which wait until all ranks have asked.
                 if self._is_replayed(item.step) and not self._has_asked:
                     # The step before is done here, so all its messages were planned.
                     self._has_asked = True
@@ -208,7 +213,7 @@ class CoordinatedTransmitter(Transmitter):
         return self._replay_from is not None and step >= self._replay_from
 
     def _replay(self) -> Iterator[Message]:
-        """Yield the next messages of the plan, as far as their payloads are ready."""
+        """Yield the next messages of the repeated plan, as far as their payloads are ready."""
         while self._replayed:
             message = self._replayed[self._next]
             entries = tuple((self._step, unit, part) for _, unit, part in message.entries)
@@ -230,7 +235,10 @@ class CoordinatedTransmitter(Transmitter):
 
 
 def _messages(sends: Sequence[ReadySend], message_bytes: int) -> list[list[ReadySend]]:
-    """Return sends to one rank in messages of about `message_bytes`, each of one step."""
+    """Return sends to one rank as messages, each of one step.
+
+    A message ends with the send that brings it to `message_bytes` or above.
+    """
     messages: list[list[ReadySend]] = []
     nbytes = 0
     for send in sends:
