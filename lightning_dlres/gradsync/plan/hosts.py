@@ -1,8 +1,9 @@
 """Hosts of the ranks, and the task graphs of a unit in which only hosts exchange compressed data.
 
-The ranks of a host send their gradients, as they are, to the first of them: the *leader*. It adds
-them in the order of the ranks. The leaders synchronise these sums in one of the topologies, and
-pass the encoded total on to the other ranks of their host. All ranks decode the same bytes.
+The *leader* of a host is its first rank. The other ranks of the host send it their uncompressed
+gradients, which it adds to its own in the order of the ranks. The leaders synchronise these sums in
+one of the topologies. Each leader passes the encoded total on to the other ranks of its host. All
+ranks decode the same bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def ranks_by_host(identities: Sequence[str]) -> Hosts:
     """Return the ranks of each host.
 
     Args:
-        identities: Identity of the host of each rank.
+        identities: Identity of each rank's host, by rank; equal for ranks of one host.
     """
     hosts: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):
@@ -30,7 +31,7 @@ def ranks_by_host(identities: Sequence[str]) -> Hosts:
 
 
 def host_leaders(hosts: Hosts) -> list[int]:
-    """Return the ranks that synchronise for their hosts."""
+    """Return the leader of each host."""
     return [ranks[0] for ranks in hosts]
 
 
@@ -44,7 +45,8 @@ def over_hosts(plan: SyncPlan, hosts: Hosts) -> SyncPlan:
 
     Args:
         plan: Plan of the leaders, numbered in the order of the hosts.
-        hosts: Ranks of each host; none: each rank synchronises by itself.
+        hosts: Ranks of each host; empty if each rank synchronises by itself. The plan is then
+            returned unchanged.
     """
     if not hosts:
         return plan
@@ -58,7 +60,11 @@ def over_hosts(plan: SyncPlan, hosts: Hosts) -> SyncPlan:
 
 
 def plan_of_leaders(plan: SyncPlan) -> SyncPlan:
-    """Return the plan that `over_hosts` was given."""
+    """Return the plan of the leaders alone, from which `over_hosts` made a plan of all ranks.
+
+    Args:
+        plan: Plan of all ranks. Without hosts, it is returned unchanged.
+    """
     if not plan.hosts:
         return plan
     leaders = host_leaders(plan.hosts)
@@ -88,10 +94,11 @@ def host_graph(
     leader, *members = next(ranks for ranks in hosts if rank in ranks)
     if rank != leader:
         return (
+            # It copies nothing and compresses nothing: the payload is the gradient.
             SyncTask(TaskKind.ENCODE, Part.HOST),
             SyncTask(TaskKind.SEND, Part.HOST, leader, (0,)),
             SyncTask(TaskKind.RECEIVE, Part.SUM, leader),
-            # As in a parameter server: the sum overwrites the gradient.
+            # The gradient must be sent before the sum overwrites it.
             SyncTask(TaskKind.DECODE, Part.SUM, None, (1, 2)),
         )
     tasks: list[SyncTask] = []
@@ -113,7 +120,7 @@ def host_graph(
         after = tuple(first + position for position in task.after)
         is_first_encode = task.kind is TaskKind.ENCODE and not task.after
         if is_first_encode or (task.kind is TaskKind.MERGE and peer == rank):
-            # The task reads the gradient, which must be the sum of the host by then.
+            # The task reads the leader's gradient, which must be the sum of its host by then.
             after = (*summed, *after)
         tasks.append(replace(task, peer=peer, after=after))
     total = next(position for position, task in enumerate(tasks) if _gives_sum(task))

@@ -70,6 +70,7 @@ def change_of_plan(
     if decision.plan is None and decision.trial is not None:
         # Torch's all-reduce was faster than a plan that should be faster than the current one.
         before, after = decision.trial.plan_seconds, decision.trial.all_reduce_seconds
+    # The sort key of a more precise algorithm is less.
     is_more_precise = precision(decision.algorithm, codecs) < precision(algorithm, codecs)
     if after > before * (1.0 if is_more_precise else 1 - MARGIN):
         return None
