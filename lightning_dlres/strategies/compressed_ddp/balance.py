@@ -16,14 +16,15 @@ from lightning_dlres.strategies.compressed_ddp.balanced_loaders import (
 )
 from lightning_dlres.strategies.connection import Connection
 
-# Steps before the first ones that count. DistributedDataParallel and kernels are slow in them.
+# First steps of a run, which do not count: DistributedDataParallel and kernels are slow in them.
 _WARM_UP_STEPS = 3
 # Steps over which the first shares are measured. Each later measurement takes twice as many, since
 # shares that are nearly right need little change.
 _FIRST_STEPS = 8
 # Largest number of steps of a measurement, so that shares still follow a host that slows down.
 _MOST_STEPS = 256
-# Batches that Lightning and the loader may have drawn beside those of worker processes.
+# Batches that Lightning and the loader may have drawn from the sampler ahead of the step that
+# trains. Each worker process draws further ones.
 _DRAWN_BATCHES = 3
 
 
@@ -38,15 +39,22 @@ class SpeedBalance:
     def __init__(self, shares: Sequence[float], *, is_measured: bool) -> None:
         self.shares = SampleShares(shares)
         self._is_measured = is_measured
+        # Seconds per sample of this rank's steps since the last change.
         self._seconds: list[float] = []
+        # Steps so far, the step after which the shares change next, and those that are measured
+        # until then.
         self._steps, self._next_update = 0, _WARM_UP_STEPS + _FIRST_STEPS
         self._measured_steps = _FIRST_STEPS
-        # Batches of any rank that may be drawn already.
+        # Batches after the current one that some rank may have drawn already.
         self._drawn = _DRAWN_BATCHES
         self._sampler: BalancedBatchSampler | None = None
 
     def share(self, loader: object, connection: Connection) -> DataLoader[Any]:
-        """Return a loader with this rank's part of each global batch of Lightning's DataLoader.
+        """Return a loader with this rank's part of each global batch; called by all ranks.
+
+        Args:
+            loader: DataLoader of this rank, with the distributed sampler that Lightning has added.
+            connection: Connection to the other ranks.
 
         Raises:
             ConfigError: If the samples of the loader cannot be shared out.
@@ -74,7 +82,9 @@ class SpeedBalance:
         self._seconds.append(seconds_per_sample)
 
     def update(self, batch: int, connection: Connection) -> None:
-        """Count a step; change the shares if enough steps were measured. Called by all ranks.
+        """Count a step; change the shares if enough steps were measured.
+
+        All ranks call it after each step.
 
         Args:
             batch: Number of the step's batch since the loader's iterator was made.
@@ -86,6 +96,7 @@ class SpeedBalance:
         seconds = statistics.median(self._seconds[-self._measured_steps :] or [0.0])
         self._seconds.clear()
         measured = [row[0] for row in connection.gather([seconds])]
+        # A rank reports 0 if it has measured no step.
         if min(measured) > 0:
             self.shares.change(batch + self._drawn, [1 / seconds for seconds in measured])
         self._measured_steps = min(2 * self._measured_steps, _MOST_STEPS)
@@ -94,7 +105,7 @@ class SpeedBalance:
 
 
 def checked_shares(shares: object) -> str | list[float]:
-    """Return the argument `share_samples`.
+    """Return the argument `share_samples`, with shares as a new list of floats.
 
     Raises:
         ConfigError: If it is neither "equal" nor "speed" nor a list of positive numbers.

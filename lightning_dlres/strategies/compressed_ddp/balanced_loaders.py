@@ -50,7 +50,7 @@ class SampleShares:
         return self._changes[-1][1]
 
     def change(self, first_batch: int, shares: Sequence[float]) -> None:
-        """Change the shares from a batch on, which no rank has drawn yet."""
+        """Change the shares from a batch on; no rank may have drawn this batch yet."""
         self._changes.append((first_batch, list(shares)))
 
     def restart(self) -> None:
@@ -60,8 +60,9 @@ class SampleShares:
     def divide(self, batch: int, count: int) -> list[int]:
         """Return the samples of each rank in a batch of `count` samples.
 
-        Sums over the first ranks are rounded to whole numbers, so every rank is within a sample of
-        its share. Every rank gets a sample if there are enough.
+        Cumulative sums over the ranks are rounded to whole numbers, so every rank is within a
+        sample of its share. Then each rank without a sample takes one from the rank with the most,
+        if there are enough for all ranks.
         """
         shares = next(shares for first, shares in reversed(self._changes) if first <= batch)
         ranks, total = len(shares), sum(shares)
@@ -81,7 +82,7 @@ class BalancedBatchSampler(TorchSampler[list[int]]):
     A rank has a batch less if it has no sample in the last one.
 
     Args:
-        sampler: Lightning's sampler of this rank, which becomes one over all samples.
+        sampler: Lightning's sampler of this rank; it is changed to one over all samples.
         batch_size: Samples of a global batch.
         drop_last: True leaves out an incomplete last batch.
         shares: Shares of the ranks.
@@ -90,6 +91,7 @@ class BalancedBatchSampler(TorchSampler[list[int]]):
     Attributes:
         sampler: Sampler over all samples, whose epoch Lightning sets.
         batch_size: Samples of a global batch.
+        drop_last: True leaves out an incomplete last batch.
     """
 
     def __init__(
@@ -112,7 +114,8 @@ class BalancedBatchSampler(TorchSampler[list[int]]):
 
     def __len__(self) -> int:
         whole, rest = divmod(self.sampler.total_size, self.batch_size)
-        # Only the last batch may be too small for all ranks.
+        # Only the last batch may have fewer samples than ranks. Its first ranks then get one sample
+        # each, whatever the shares.
         return whole + (1 if not self.drop_last and self._shares.divide(0, rest)[self._rank] else 0)
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -9,7 +9,11 @@ from lightning_dlres.core.errors import UnsupportedStepError
 
 
 class FrozenParameters:
-    """Parameters of a module that need no gradient now."""
+    """Parameters of a module that need no gradient when this object is made.
+
+    Args:
+        module: The module.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}

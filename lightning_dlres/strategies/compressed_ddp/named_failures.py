@@ -1,7 +1,7 @@
 """DDPStrategy whose steps and collective calls name the rank that was lost.
 
 Lightning sums logs, gathers predictions and waits at barriers with collectives of torch, and so may
-the layers of a model. If a rank is lost, their error names none.
+the layers of a model. If a rank is lost, the error of such a collective names no rank.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class NamedFailuresStrategy(DDPStrategy):
         """Context manager that gives errors of torch's collectives the name of the lost rank."""
         return nullcontext() if self._connection is None else self._connection.naming_lost_ranks()
 
-    def _named(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+    def _naming(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        """Call a function; errors of torch's collectives in it get the name of the lost rank."""
         with self._naming_lost_ranks():
             return call(*args, **kwargs)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._named(super().barrier, *args, **kwargs)
+        self._naming(super().barrier, *args, **kwargs)
 
     @override
     def broadcast(self, obj: _T, src: int = 0) -> _T:
@@ -44,33 +45,33 @@ class NamedFailuresStrategy(DDPStrategy):
 
     @override
     def reduce(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._named(super().reduce, *args, **kwargs)
+        return self._naming(super().reduce, *args, **kwargs)
 
     @override
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        return self._named(super().all_gather, tensor, group, sync_grads)
+        return self._naming(super().all_gather, tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return self._named(super().reduce_boolean_decision, decision, all)
+        return self._naming(super().reduce_boolean_decision, decision, all)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(super().training_step, *args, **kwargs)
+        return self._naming(super().training_step, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(super().validation_step, *args, **kwargs)
+        return self._naming(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(super().test_step, *args, **kwargs)
+        return self._naming(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(super().predict_step, *args, **kwargs)
+        return self._naming(super().predict_step, *args, **kwargs)
 
     @override
     def optimizer_step(
@@ -80,4 +81,4 @@ class NamedFailuresStrategy(DDPStrategy):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        return self._named(super().optimizer_step, optimizer, closure, *args, **kwargs)
+        return self._naming(super().optimizer_step, optimizer, closure, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Optimizers of the Trainer that decide how gradients may be compressed."""
+"""Checks of the Trainer's optimizers, which restrict how gradients may be synchronised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_dlres.strategies.few_bits import unwrapped, warn_about_few_bits
 
 
 def momentum_of(optimizers: Sequence[Optimizer]) -> MomentumSync | None:
-    """Return the synchronisation of the momentum of `OneBitAdam`; None for other optimizers.
+    """Return the momentum synchronisation of a `OneBitAdam`; None for other optimizers.
 
     Args:
         optimizers: Optimizers of the Trainer, which Lightning may have wrapped.
@@ -23,17 +23,22 @@ def momentum_of(optimizers: Sequence[Optimizer]) -> MomentumSync | None:
         ConfigError: If there are other optimizers beside a OneBitAdam.
     """
     inner = [unwrapped(optimizer) for optimizer in optimizers]
-    found = [optimizer.sync for optimizer in inner if isinstance(optimizer, OneBitAdam)]
-    if found and len(inner) > 1:
+    syncs = [optimizer.sync for optimizer in inner if isinstance(optimizer, OneBitAdam)]
+    if syncs and len(inner) > 1:
         names = [type(optimizer).__name__ for optimizer in inner]
         raise ConfigError(
             got_expected("optimizers", names, "a single one with OneBitAdam", "torch.optim.AdamW")
         )
-    return found[0] if found else None
+    return syncs[0] if syncs else None
 
 
 def warn_about_optimizers(state: GradientSyncState, optimizers: Sequence[Optimizer]) -> None:
-    """Warn if the codec has too few bits for an optimizer that may be like Adam."""
+    """Warn if the codec has too few bits for an optimizer that may be like Adam.
+
+    Args:
+        state: State of the synchronisation.
+        optimizers: Optimizers of the Trainer, which Lightning may have wrapped.
+    """
     if not state.suits_adam:
         fix = "the optimizer lightning_dlres.OneBitAdam"
         warn_about_few_bits("algorithm", state.algorithm, optimizers, fix=fix)
@@ -42,8 +47,8 @@ def warn_about_optimizers(state: GradientSyncState, optimizers: Sequence[Optimiz
 def require_equal_backwards(optimizers: Sequence[Optimizer]) -> None:
     """Raise if an optimizer may call backward more often on one rank than on another.
 
-    A line search compares losses, and each rank has the loss of its own samples. A rank would then
-    wait for a backward of another one that never comes.
+    A line search runs backward until its loss is low enough, and each rank has the loss of its own
+    samples. A rank would then wait for ever for the gradients of another one.
 
     Args:
         optimizers: Optimizers of the Trainer, which Lightning may have wrapped.

@@ -25,9 +25,11 @@ def sync_sections(
         run: Measurements of the run.
         predicted: Predicted times of a step; None if the plan has no prediction.
     """
-    # The spans of the oldest step may be incomplete if the run had others before it.
+    # The tracer may have dropped the spans of the first steps, which count as warm-up, too. Leave
+    # out at least one step: the oldest one left may have lost some of its spans.
     traced = sum(span.category == "step" for span in run.spans.get(0, ()))
-    warm_up = max(WARM_UP_STEPS - (run.steps - traced), 1)
+    dropped = run.steps - traced
+    warm_up = max(WARM_UP_STEPS - dropped, 1)
     measured = measure_sync(run.spans, warm_up=warm_up)
     if measured is None:
         return None
@@ -47,6 +49,7 @@ def sync_sections(
 
 
 def _pictures(measured: SyncMeasurement) -> dict[str, bytes]:
+    """Return the timeline as PNG by its file name; an empty dict if it cannot be drawn."""
     step = measured.typical
     title = (
         f"Step {step.number}: {1e3 * step.backward_and_sync_seconds:.3g} ms from backward to means"

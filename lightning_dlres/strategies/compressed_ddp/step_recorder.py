@@ -23,8 +23,8 @@ class StepRecorder:
     """Records each training step of one rank, logs its figures and prints new plans on rank 0.
 
     A step ends with a backward that synchronises gradients. Every `log_every_n_steps` steps, the
-    Trainer's loggers get the means of the steps since the last entry, under the names of
-    `gradsync.report.rank_steps.metrics`.
+    Trainer's loggers get the means of the steps since the last entry. Their names are those of
+    `gradsync.report.rank_steps.metrics` after the prefix "gradient_sync/".
 
     Args:
         tracer: Gets the spans.
@@ -36,7 +36,7 @@ class StepRecorder:
         self._start_ns: int | None = None
         # Start of the last backward.
         self._backward_ns = 0
-        # Start and end of the last logged step's synchronising backward.
+        # Start and end, in the last logged step, of the backward that synchronised gradients.
         self._logged_ns = (time.perf_counter_ns(),) * 2
         self._residual_norm: float | None = None
         # Changes of the plan that were printed.
@@ -50,7 +50,8 @@ class StepRecorder:
             self._start_ns = start_ns
         yield
         if self._backward_ns < start_ns:
-            # With manual optimization, backward is part of it, and has a span of its own.
+            # With manual optimization, `training_step` also runs backward, which has a span of its
+            # own. Its forward then has none.
             self._tracer.add("forward", "compute", start_ns, time.perf_counter_ns())
 
     @contextmanager
@@ -85,11 +86,13 @@ class StepRecorder:
             self._log(module.trainer)
 
     def _log(self, trainer: Trainer) -> None:
+        """Give the means of the steps since the last entry to the Trainer's loggers."""
         if not trainer.is_global_zero or not trainer.loggers:
             return
         since_ns, logged_ns = self._logged_ns
         spans = self._tracer.spans()
-        # Newest first. Messages of other ranks may have come before the last logged step ended.
+        # Newest first. Begin at the start of the last logged step, not at its end: messages for
+        # the step after it may have come before its end.
         recent = takewhile(lambda span: span.end_ns > since_ns, reversed(spans))
         is_truncated = self._tracer.dropped > 0 and spans[0].end_ns > since_ns
         steps = [s for s in rank_steps(recent, is_truncated=is_truncated) if s.end_ns > logged_ns]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -53,10 +53,10 @@ from lightning_dlres.strategies.connection import (
 )
 from lightning_dlres.strategies.few_bits import unwrapped
 
-# Key, in a Lightning checkpoint, of what the ranks have not sent yet.
+# Key, in a Lightning checkpoint, of the residuals of all ranks.
 CHECKPOINT_KEY = "dlres_gradient_sync"
 
-# Size of buckets, in MiB, with which all gradients are in one.
+# Size of a bucket, in MiB, into which all gradients fit.
 _SINGLE_BUCKET_MB = 1_000_000
 
 
@@ -75,10 +75,10 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
 
     Args:
         algorithm: "auto" measures the ranks and links at the start, prints a table, and takes the
-            algorithm with the shortest predicted step, or `DDPStrategy`'s all-reduce. It takes no
-            codec with less than 8 bits per element. Other values: the name of a gradient codec,
-            "raw" for uncompressed gradients over the same tasks, "powersgd" for torch's PowerSGD
-            hook in a single bucket, or "none" for the all-reduce.
+            algorithm with the shortest predicted step; `DDPStrategy`'s all-reduce is one of them.
+            It takes no codec with less than 8 bits per element. Other values: the name of a
+            gradient codec, "raw" for uncompressed gradients that travel like compressed ones,
+            "powersgd" for torch's PowerSGD hook in a single bucket, or "none" for the all-reduce.
         codec_options: Keyword arguments of the codec. Those of "powersgd" are `rank`, `start_step`,
             `error_feedback`, `warm_start`, `least_ratio` and `seed`.
         topology: "ps" (each rank is the parameter server of a part of the gradients), "ring", or
@@ -87,11 +87,11 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
             learns its plan in a step and repeats it; "none" sends payloads as soon as they are
             ready. "auto" tries both at the start, and takes "replay" if it gains more than 2 %.
         transport: "gloo", "zmq" (ZeroMQ, encrypted between hosts), or "auto" for "gloo".
-        hierarchy: "auto" adds gradients as they are inside a host, and compresses between hosts.
-            "off" lets each rank synchronise by itself.
+        hierarchy: "auto" adds uncompressed gradients inside each host, and compresses only what
+            travels between hosts. "off" lets each rank synchronise by itself.
         min_bytes: Gradients with fewer bytes are not compressed.
-        replan: "auto" measures again when the steps have become slower or faster, and changes what
-            was left to "auto" if that pays. False keeps the first plan.
+        replan: "auto" measures again when the steps have become slower or faster. If it pays, that
+            changes `algorithm` or `topology`, where they are "auto". False keeps the first plan.
         share_samples: "equal" gives each rank as many samples of a batch as the others. "speed"
             measures the ranks, and gives faster ones more samples; a list of one number per rank
             sets the shares. A global batch has as many samples as with equal shares.
@@ -144,7 +144,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         if bucket_cap_mb is not None:
             finite("bucket_cap_mb", bucket_cap_mb, "bucket_cap_mb=25", above=True)
         elif algorithm == POWERSGD:
-            # Torch's hook deadlocks gloo if there are several.
+            # With several buckets, torch's PowerSGD hook deadlocks gloo.
             bucket_cap_mb = _SINGLE_BUCKET_MB
         super().__init__(
             accelerator=accelerator,
@@ -180,7 +180,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         self._uneven_loaders: list[UnevenLoader] = []
         # Samples of the current batch, and whether any batch of this optimizer step had data.
         self._samples, self._step_has_data = 1, False
-        self._step_started = 0.0
+        self._training_step_start = 0.0
 
     @property
     def sync_state(self) -> GradientSyncState:
@@ -281,7 +281,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Return a loader of the same length on all ranks, if it is one for training."""
+        """Return a loader; for training, one of equal length on all ranks, which call together."""
         loader = super().process_dataloader(dataloader)
         trainer = self._module.trainer
         if self.world_size == 1 or not trainer.training:
@@ -308,11 +308,10 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._uneven_loaders:
-            try:
+            self._samples = 1
+            with suppress(MisconfigurationException):
                 self._samples = extract_batch_size(args[0])
-            except MisconfigurationException:
-                self._samples = 1
-        self._step_started = time.perf_counter()
+        self._training_step_start = time.perf_counter()
         with self._recorder.forward():
             return super().training_step(*args, **kwargs)
 
@@ -338,7 +337,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
             raise failure from error
 
     def _weight(self) -> float:
-        """Return the weight of this rank's loss: its samples over the mean of all ranks."""
+        """Return the weight of this rank's loss: its samples over the ranks' mean of samples."""
         assert self._connection is not None
         batch_idx = self._module.trainer.fit_loop.batch_idx
         has_data = any(loader.has_data(batch_idx) for loader in self._uneven_loaders)
@@ -371,12 +370,12 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         return result
 
     def _rebalance(self, balance: SpeedBalance) -> None:
-        """Record the time of a step; share samples out anew from time to time."""
+        """Record the computing time of a step; change the shares of samples from time to time."""
         assert self._connection is not None
         loader = self._uneven_loaders[0]
         batch_idx = self._module.trainer.fit_loop.batch_idx
         if loader.has_data(batch_idx):
-            seconds = (self._momentum or self._state).last_ready - self._step_started
+            seconds = (self._momentum or self._state).last_ready - self._training_step_start
             balance.record(seconds / self._samples)
         balance.update(batch_idx - loader.first_batch, self._connection)
 
@@ -391,6 +390,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
+        # A checkpoint of weights alone has no optimizer states, and needs no residuals.
         if "optimizer_states" in checkpoint:
             states = self._gathered_states()
             if states is not None:
@@ -398,7 +398,8 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _gathered_states(self) -> list[dict[str, Any]] | None:
-        """Return the states of all ranks on rank 0; None elsewhere, or if there are none."""
+        """Return the states of all ranks on rank 0, or only the own one if there are no residuals;
+        None on ranks that have sent theirs to rank 0, and after a failure."""
         own = (self._momentum or self._state).state_dict()
         if not own.keys() & {"units", POWERSGD}:
             return [own]
@@ -409,11 +410,8 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         if self._connection is not None:
             return gather_on_disk(own, self._connection.mailbox, "its residuals")
         # A script saves a checkpoint after the run.
-        connection = self._connect()
-        try:
+        with closing(self._connect()) as connection:
             return gather_on_disk(own, connection.mailbox, "its residuals")
-        finally:
-            connection.close()
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
@@ -436,7 +434,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         connection, self._connection = self._connection, None
         try:
             if connection is not None:
-                # After a failure the threads end, too: they would abort the process at its exit.
+                # Also after a failure: running threads would abort the process at its exit.
                 with suppress(PeerError) if connection.failed else nullcontext():
                     (self._momentum or self._state).close()
         finally:
