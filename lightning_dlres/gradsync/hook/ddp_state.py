@@ -39,10 +39,11 @@ from lightning_dlres.gradsync.execute.session import (
     all_reduce_mean,
     flat_gradients,
     gradient_codecs,
-    spec_of,
 )
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
+from lightning_dlres.gradsync.hook.equal_options import as_text
 from lightning_dlres.gradsync.hook.optimizer_steps import OptimizerSteps
+from lightning_dlres.gradsync.hook.parameter_names import ParameterNames
 from lightning_dlres.gradsync.hook.planned_sync import PlannedSync
 from lightning_dlres.gradsync.hook.planner import HookPlanner
 from lightning_dlres.gradsync.hook.powersgd import POWERSGD, mean_errors, power_sgd
@@ -50,7 +51,6 @@ from lightning_dlres.gradsync.plan.decision import SyncDecision
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 from lightning_dlres.gradsync.plan.plan_change import PlanChange
-from lightning_dlres.gradsync.plan.units import GradientSpec
 
 NONE = "none"
 _COORDINATORS = (AUTO, "always", "replay", NONE)
@@ -124,10 +124,9 @@ class GradientSyncState:
         tracer: Tracer | None = None,
     ) -> None:
         self._power_sgd = power_sgd(codec_options) if algorithm == POWERSGD else None
-        if self._power_sgd is not None:
-            codec_options = None
-        codecs = gradient_codecs(algorithm, codec_options, (AUTO, NONE, RAW, POWERSGD))
-        self._algorithm = algorithm
+        other_options = None if algorithm == POWERSGD else codec_options
+        codecs = gradient_codecs(algorithm, other_options, (AUTO, NONE, RAW, POWERSGD))
+        self._has_plan = algorithm not in (NONE, POWERSGD)
         topology = one_of("topology", topology, (AUTO, *TOPOLOGIES), "topology='ps'")
         one_of("coordinator", coordinator, _COORDINATORS, "coordinator='none'")
         if any(codec.transforms_gradient for codec in codecs.values()):
@@ -168,16 +167,24 @@ class GradientSyncState:
             keeps_previous=keeps_previous,
             tracer=self.tracer,
         )
+        # Compared between the ranks at the start.
+        self._options = as_text(
+            algorithm=algorithm,
+            codec_options=codec_options,
+            topology=topology,
+            coordinator=coordinator,
+            transport=transport,
+            hierarchy=hierarchy,
+            min_bytes=min_bytes,
+            replan=replan,
+            optimizers="like Adam" if is_adam_like(checked_optimizers) else "like SGD",
+        )
         self.loss_scale, self.has_data, self.last_ready = 1.0, True, 0.0
-        self._step = 0
-        self._names: dict[nn.Parameter, str] = {}
-        self._specs: list[GradientSpec] = []
-        # Parameters with sparse gradients, which torch's all-reduce averages.
-        self._sparse: set[Tensor] = set()
+        self._step, self._names = 0, ParameterNames()
         # True until the hook has learnt the parameters in its first step.
         self._is_learning = True
-        # Set by `open`, by the first bucket, and by `close`.
-        self._is_open = self._has_begun = self._is_closed = False
+        # Set by `open`, by the first bucket, by `close`, and by the first of all.
+        self._is_open = self._has_begun = self._is_closed = self._is_connected = False
         # True if the current backward belongs to the optimizer step of the one before.
         self._continues = False
         # States of all ranks of an earlier run, until `open` restores them.
@@ -203,18 +210,8 @@ class GradientSyncState:
             ConfigError: If two parameters have one name, or a new one comes after `open` or the
                 first step.
         """
-        self._sparse |= set(sparse)
-        for name, parameter in parameters:
-            # A parameter that is shared comes once, and so does one that has a name already.
-            if not parameter.requires_grad or parameter in self._names:
-                continue
-            if self._has_begun or self._is_open or name in self._names.values():
-                rule = "those of one module, named before the first step"
-                raise ConfigError(got_expected("parameters", name, rule, "a state for each module"))
-            self._names[parameter] = name
-            if parameter not in self._sparse:
-                self._specs.append(spec_of(name, parameter))
-        self._is_learning = not self._specs
+        self._names.add(parameters, sparse, is_late=self._has_begun or self._is_open)
+        self._is_learning = not self._names.specs
 
     @property
     def algorithm(self) -> str:
@@ -283,6 +280,7 @@ class GradientSyncState:
             raise ConfigError(got_expected("state", got, rule, "a new state and module"))
 
     def _begin_backward(self) -> None:
+        self._connect()
         self._continues = self._optimizer_steps.begin_backward()
         if self._power_sgd is not None and self._keeps_previous and not self._continues:
             self._power_sgd.keep()
@@ -299,20 +297,19 @@ class GradientSyncState:
             watch.ready()
             mean = functools.partial(mean, watch.done)
         if self._power_sgd is not None and dist.get_world_size() > 1:
-            names = [self._name_of(parameter) for parameter in bucket.parameters()]
+            names = self._names.of(bucket.parameters())
             return self._power_sgd.reduce(bucket, names, self.loss_scale)
-        if buffer.is_sparse or bucket.parameters()[0] in self._sparse:
+        if buffer.is_sparse or bucket.parameters()[0] in self._names.sparse:
             # DDP gives each sparse gradient a bucket of its own.
             return mean()
         if is_learning:
-            for parameter in bucket.parameters():
-                self._specs.append(spec_of(self._name_of(parameter), parameter))
+            self._names.learn(bucket.parameters())
             return mean()
         self.open(buffer.device, buffer.element_size())
         if self.synchroniser is None and self._sync.unsent.is_empty:
             # Return before views of the gradients are made, which cost time.
             return mean()
-        names = [self._name_of(parameter) for parameter in bucket.parameters()]
+        names = self._names.of(bucket.parameters())
         gradients = dict(zip(names, flat_gradients(bucket), strict=True))
         has_unsent = self._sync.unsent.add_to(gradients, self.loss_scale)
         if self.synchroniser is None:
@@ -414,24 +411,29 @@ class GradientSyncState:
 
         Raises:
             PeerError: If a rank is lost or late.
-            ConfigError: If the codec does not run on the device.
+            ConfigError: If the codec does not run on the device, or ranks have unlike options.
         """
         is_alone = dist.get_world_size() == 1
-        if self._is_open or not self._specs or (self._power_sgd is not None and not is_alone):
+        if self._is_open or not self._names.specs or (self._power_sgd is not None and not is_alone):
             return
+        self._connect()
         self._is_open = True
         saved, self._saved = self._saved, []
         self._sync.open(
-            self._specs,
+            self._names.specs,
             saved,
             step=self._step,
             device=device,
             element_bytes=element_bytes,
-            has_plan=self._algorithm not in (NONE, POWERSGD) and not is_alone,
+            has_plan=self._has_plan and not is_alone,
         )
 
-    def _name_of(self, parameter: Tensor) -> str:
-        return self._names.setdefault(parameter, f"parameter {len(self._names)}")  # type: ignore[arg-type]
+    def _connect(self) -> None:
+        """Connect the ranks, unless that was done, and compare their options."""
+        if not self._is_connected and dist.get_world_size() > 1:
+            self._is_connected = True
+            steps = as_text(step=self._step, saved_states=len(self._saved))
+            self._sync.connect({**self._options, **steps}, is_used=self._has_plan)
 
     def _finish(self, future: Future[Tensor], buffer: Tensor, error: BaseException | None) -> None:
         if error is None:

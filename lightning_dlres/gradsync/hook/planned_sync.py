@@ -29,6 +29,7 @@ from lightning_dlres.gradsync.execute.session import (
 )
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.hook.drift_watch import DriftWatch
+from lightning_dlres.gradsync.hook.equal_options import require_equal_options
 from lightning_dlres.gradsync.hook.planner import HookPlanner
 from lightning_dlres.gradsync.hook.unsent_gradients import UnsentGradients
 from lightning_dlres.gradsync.plan.hosts import shares_hosts
@@ -99,6 +100,28 @@ class PlannedSync:
         self._gradients: Sequence[GradientSpec] = ()
         self._device, self._element_bytes = torch.device("cpu"), 4
 
+    def connect(self, options: Mapping[str, str], *, is_used: bool) -> None:
+        """Connect the ranks and compare their options; called by all ranks together, before `open`.
+
+        Args:
+            options: Options as text, by name.
+            is_used: False if `open` will have no plan. The ranks are then disconnected again.
+
+        Raises:
+            ConfigError: If ranks have unlike options.
+            PeerError: If a rank is lost or late.
+        """
+        group = gloo_group()
+        try:
+            require_equal_options(options, group, self._timeout, self._check)
+        except BaseException as error:
+            self.failure = error
+            raise
+        if is_used:
+            self._control_group = group
+        else:
+            dist.destroy_process_group(group)
+
     def open(
         self,
         gradients: Sequence[GradientSpec],
@@ -109,7 +132,7 @@ class PlannedSync:
         element_bytes: int,
         has_plan: bool,
     ) -> None:
-        """Connect the ranks, make the plan and fill the states; called by all ranks together.
+        """Make the plan, and fill the states; called by all ranks together.
 
         Args:
             gradients: The gradients, in the order of the model.
@@ -127,7 +150,7 @@ class PlannedSync:
         if has_plan:
             self._planner.require_kernels(device)
             try:
-                self._connect(saved, step)
+                self._begin(saved, step)
             except BaseException as error:
                 self.failure = error
                 raise
@@ -135,10 +158,11 @@ class PlannedSync:
             # Every rank adds the mean, so the all-reduce of the gradients leaves it unchanged.
             self.unsent.put({spec.name: unsent_mean(saved, spec) for spec in gradients})
 
-    def _connect(self, saved: Sequence[Mapping[str, Any]], step: int) -> None:
+    def _begin(self, saved: Sequence[Mapping[str, Any]], step: int) -> None:
         planner, rank = self._planner, dist.get_rank()
-        self._control_group, self._session_group = gloo_group(), gloo_group()
+        self._session_group = gloo_group()
         if self._has_hierarchy:
+            assert self._control_group is not None
             identity = host_identity() if self._host is None else self._host
             hosts = hosts_of_ranks(identity, self._control_group, self._timeout, self._check)
             planner.hosts = hosts if shares_hosts(hosts) else ()

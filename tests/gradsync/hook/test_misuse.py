@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -72,3 +75,59 @@ def test_training_with_a_closed_state_is_refused(pool: RankPool) -> None:
 def test_states_are_not_loaded_after_the_first_step(pool: RankPool) -> None:
     for message, _ in pool.run(train, 2, "late states"):
         assert "states must be loaded before the first step, got 'a call after it'" in message
+
+
+def train_with(context: RankContext, *options: dict[str, Any]) -> str:
+    """Return the error of a step, in which each rank has options of its own."""
+    context.init_process_group()
+    model = nn.Linear(20, 300)
+    wrapped = DistributedDataParallel(model)
+    own = dict(options[context.rank])
+    states = own.pop("states", None)
+    state = GradientSyncState(timeout=20.0, **own)
+    state.name_parameters(model.named_parameters())
+    if states is not None:
+        state.load_state_dicts(states)
+    wrapped.register_comm_hook(state, compressed_hook)
+    message = ""
+    try:
+        wrapped(torch.ones(2, 20)).square().mean().backward()
+    except ConfigError as error:
+        message = str(error)
+    state.close()
+    return message
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            [{"algorithm": "int8"}, {"algorithm": "powersgd"}],
+            "algorithm must be the same on all ranks, got 'int8' on rank 0 and 'powersgd' on rank "
+            "1. Give all ranks the same options.",
+        ),
+        ([{"algorithm": "none"}, {"algorithm": "auto"}], "algorithm must be the same"),
+        ([{"topology": "ps"}, {"topology": "ring"}], "topology must be the same"),
+        ([{"min_bytes": 0}, {"min_bytes": 1}], "min_bytes must be the same"),
+        ([{"transport": "zmq"}, {}], "transport must be the same"),
+        (
+            [{"algorithm": "tbq"}, {"algorithm": "tbq", "codec_options": {"threshold": 0.01}}],
+            "codec_options must be the same on all ranks, got None on rank 0 and {'threshold'",
+        ),
+        (
+            [{}, {"states": [{"step": 4, "algorithm": "none"}] * 2}],
+            "step must be the same on all ranks, got 0 on rank 0 and 4 on rank 1.",
+        ),
+    ],
+)
+def test_unlike_options_are_refused_on_all_ranks(
+    pool: RankPool, options: list[dict[str, Any]], expected: str
+) -> None:
+    for message in pool.run(train_with, 2, *options):
+        assert message.startswith(expected)
+
+
+@pytest.mark.parametrize("algorithm", ["none", "int8", "powersgd"])
+def test_equal_options_pass(pool: RankPool, algorithm: str) -> None:
+    options = {"algorithm": algorithm, "topology": "ps", "coordinator": "none", "min_bytes": 0}
+    assert pool.run(train_with, 2, options, dict(reversed(options.items()))) == ["", ""]
