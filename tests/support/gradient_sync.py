@@ -31,7 +31,17 @@ REPLAYED_STEP = 2
 
 @dataclass(frozen=True)
 class MessageRecord:
-    """Message that a rank has sent or received, at `time_ns` of `time.perf_counter_ns`."""
+    """Message that a rank has sent or received.
+
+    Attributes:
+        channel: Channel of the message.
+        source: Rank that has sent it.
+        destination: Rank that has received it.
+        time_ns: Time from `time.perf_counter_ns`, at which it was sent or received.
+        header_bytes: Size of its header, small tensors included.
+        large_bytes: Size of its large tensors, which follow the header.
+        tree: Content.
+    """
 
     channel: Channel
     source: int
@@ -66,7 +76,7 @@ class RecordingMailbox(Mailbox):
 
 
 class RecordingSocketMailbox(RecordingMailbox, SocketMailbox):
-    """The same over ZeroMQ."""
+    """Mailbox over ZeroMQ that records all messages."""
 
 
 def _record(channel: Channel, source: int, destination: int, key: Key, tree: Tree) -> MessageRecord:
@@ -99,7 +109,18 @@ def open_sync(
 ) -> Iterator[OpenSync]:
     """Context manager that connects all ranks of a job, and ends their threads.
 
-    After a failure it does not wait for the other ranks.
+    After a failure of the synchronisation it does not wait for the other ranks. If its block
+    raises, it leaves the threads to the pool, which replaces the rank.
+
+    Args:
+        context: This rank.
+        plan: Plan, the same on all ranks.
+        codecs: Codecs of the plan by name.
+        mode: Way to send; see `MODES`.
+        timeout: Seconds that a rank waits for another.
+        check: Called while waiting; raises if a rank is known to have failed.
+        transport: "gloo" or "zmq".
+        options: Further arguments of `GradientSynchroniser`.
     """
     if not dist.is_initialized():
         context.init_process_group()
@@ -121,7 +142,7 @@ def open_sync(
     yield OpenSync(sync, mailbox, tracer)
     is_orderly = sync.failure is None
     if is_orderly:
-        # Other ranks may still send their last messages through this one.
+        # Other ranks may still need this one as the coordinator, or to pass a sum on.
         dist.barrier()
     sync.close()
     mailbox.close(orderly=is_orderly)

@@ -24,7 +24,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.support.rank_pool import Clean, Job, Raised, RankContext, Ready, Returned, Spent
+from tests.support.rank_messages import Clean, Job, Raised, Ready, Returned, Spent
+from tests.support.rank_pool import RankContext
 
 # Time in seconds in which the threads of a job have to end after it.
 THREAD_SECONDS = 1.0
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Answer the messages of the pool until the pool has ended."""
+    """Answer the messages of the pool, until `_receive` ends the process with the pool."""
     faulthandler.enable()
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
@@ -92,9 +93,9 @@ def _answer(connection: Connection, message: object) -> None:
 
 
 def _receive(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
-    """Receive messages in a thread; end this process when the test process ends.
+    """Receive messages; kill this process when the test process has ended.
 
-    A thread notices the end also while a job runs or hangs.
+    It runs in a thread of its own, which notices the end even while a job runs or hangs.
     """
     while True:
         try:
@@ -106,7 +107,7 @@ def _receive(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
 
 
 class _ProcessState:
-    """Process-wide state before the first job, and the function that restores it."""
+    """Process-wide state before the first job, which `restore` brings back after each job."""
 
     def __init__(self) -> None:
         import torch
@@ -148,7 +149,7 @@ class _ProcessState:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(False)
         torch.__future__.set_swap_module_params_on_conversion(False)
-        # Lightning never resets the rank. Then a Trainer on one device would not be rank zero.
+        # Lightning never resets the rank. A later Trainer on one device would not be rank zero.
         self._rank_zero.rank = self._rank
         os.chdir(self._directory)
         for name in set(os.environ) - set(self._environ):
@@ -158,7 +159,7 @@ class _ProcessState:
         gc.freeze()
 
     def threads_ended(self) -> bool:
-        """Return whether all threads of the job have ended; wait a little for them."""
+        """Return True if all threads of the job end within `THREAD_SECONDS`."""
         deadline = time.monotonic() + THREAD_SECONDS
         # Two kinds last as long as the process: those of autograd, which are "dummy" threads, and
         # pyzmq's, which frees the memory of messages that were sent without a copy.

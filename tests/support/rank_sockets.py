@@ -20,10 +20,11 @@ class TwoRanks:
     """Rank 0, which receives, and rank 1, which sends.
 
     Args:
-        stack: Closes the sockets.
+        stack: Stack that ends the thread and closes the sockets.
         is_encrypted: True for CURVE keys, as between hosts.
 
     Attributes:
+        keys: Keys of both ranks.
         sockets: Sockets of both ranks.
         receiving: Thread of rank 0.
         items: Messages from rank 1 to rank 0.
@@ -50,11 +51,18 @@ class TwoRanks:
         self._number = 0
 
     def connect(self, rank: int, other: int) -> None:
+        """Connect the sending socket of a rank to the other rank."""
         server = self.sockets[other].endpoint
         self.sockets[rank].connect(other, server, TOKENS[rank], self.keys[other].public)
 
     def send(self, tree: object, *, channel: int = CHANNEL, number: int | None = None) -> None:
-        """Send a tree from rank 1 to rank 0."""
+        """Send a tree from rank 1 to rank 0.
+
+        Args:
+            tree: Content of the message.
+            channel: Channel of the message.
+            number: Number of the message, from which later ones count on; None for the next one.
+        """
         header, large = payload.encode(tree, ("key",))
         number = self._number if number is None else number
         self._number = number + 1

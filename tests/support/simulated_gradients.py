@@ -98,7 +98,7 @@ def assert_same_bits(on_gpu: Tensor, on_cpu: Tensor, case: str) -> None:
 
 
 def check(case: str) -> None:
-    """Check one case."""
+    """Compare the kernels in one case; for its form see the top of this file."""
     name, elements, exponent, names = case.split(",")
     codec, count, scale, options = (
         CODECS[name],
@@ -113,6 +113,7 @@ def check(case: str) -> None:
     gpu_total = simulated(total)
     for step in range(2):
         values = gradient(count, step, options)
+        # Not zeros: a kernel must not rely on them.
         payload = torch.full((codec.payload_bytes(count),), 0xA5, dtype=torch.uint8)
         gpu_payload = simulated(payload)
         codec.compress(values, state, payload, scale=scale, seed=2**31 + step)
@@ -120,9 +121,10 @@ def check(case: str) -> None:
         assert gpu_payload.as_subclass(Tensor).tolist() == payload.tolist(), (case, step)
         for key, tensor in state.items():
             assert_same_bits(gpu_state[key], tensor, f"{case}: {key} in step {step}")
-        accumulate, factor = step == 0, 1 / 3
-        codec.expand(payload, total, scale=factor, accumulate=accumulate)
-        codec.expand(gpu_payload, gpu_total, scale=factor, accumulate=accumulate)
+        # The first step adds to the total, and the second one replaces it.
+        accumulate = step == 0
+        codec.expand(payload, total, scale=1 / 3, accumulate=accumulate)
+        codec.expand(gpu_payload, gpu_total, scale=1 / 3, accumulate=accumulate)
         assert_same_bits(gpu_total, total, f"{case}: decoded in step {step}")
 
 

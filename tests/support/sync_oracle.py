@@ -1,8 +1,8 @@
 """Naive simulator of gradient synchronisation without a coordinator, to test the fast one.
 
 It has no event queue and no counters. At each time it looks through the tasks for those that are
-ready, and through all messages for their shares of the links. Payloads wait by the executor's own
-`WaitingSends`.
+ready, and through all messages for their shares of the links. The executor's own `WaitingSends`
+decides how long payloads wait for others.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from lightning_dlres.gradsync.execute.transmitters import ReadySend, WaitingSend
 from lightning_dlres.gradsync.plan.graph import SyncTask, TaskKind, topology
 from lightning_dlres.gradsync.plan.simulation.simulator import SimulatedStep
 
-# Part of a task or a message below which the rest of it is rounding.
-_ROUNDING = 1e-9
+# Time that is left of a task or a message counts as a rounding error up to these parts of the time
+# since the last event, and of the current time.
+_EVENT_ROUNDING, _CLOCK_ROUNDING = 1e-9, 1e-14
 
 # Rank, unit, and position of a task.
 Position = tuple[int, int, int]
@@ -27,7 +28,7 @@ Position = tuple[int, int, int]
 class _Message:
     source: int
     destination: int
-    # Unit and number of the part of each payload.
+    # Unit and number of the `Part` of each payload.
     payloads: list[tuple[int, int]]
     # Seconds of work left on the sending and on the receiving link, and then on the way.
     sending: float
@@ -35,13 +36,20 @@ class _Message:
     latency: float
 
     @property
-    def is_carried(self) -> bool:
+    def has_left_links(self) -> bool:
         return not self.sending and not self.receiving
 
 
 @dataclass
 class _Rank:
-    """Queue of a rank: entries, tasks of the entry that was taken, and the running task."""
+    """Compute queue of a rank.
+
+    Attributes:
+        entries: Tasks that became ready together, for each entry of the queue.
+        tasks: Tasks of the entry that was taken, and those that they made ready.
+        running: Task that runs; None if there is none.
+        left: Seconds that are left of it.
+    """
 
     entries: list[list[Position]] = field(default_factory=list)
     tasks: list[Position] = field(default_factory=list)
@@ -59,13 +67,15 @@ class _NaiveSimulation:
             for unit in plan.units
             for position, task in enumerate(graph_of(rank, plan.world_size, unit.owner))
         }
-        # Tasks in a queue or later, received payloads, and the times at which tasks were done.
-        self.queued: set[Position] = set()
+        # Tasks that have become ready, receive tasks whose payloads have arrived, and the times at
+        # which tasks were done.
+        self.has_been_ready: set[Position] = set()
         self.received: set[Position] = set()
         self.done: dict[Position, float] = {}
         self.ranks = [_Rank() for _ in range(plan.world_size)]
         self.waiting = [WaitingSends(lambda: self.now) for _ in self.ranks]
         self.messages: list[_Message] = []
+        # Time at which each unit starts on each rank, with rank and unit; the earliest one first.
         self.starts = sorted(
             (step.ready[rank][unit.gradient], rank, unit.index)
             for rank in range(plan.world_size)
@@ -73,7 +83,7 @@ class _NaiveSimulation:
         )
         self.started: set[tuple[int, int]] = set()
 
-    def finish(self) -> list[float]:
+    def run(self) -> list[float]:
         while len(self.done) < len(self.tasks):
             self._advance()
         return [
@@ -88,12 +98,13 @@ class _NaiveSimulation:
             for unit in units
             for position, task in self.tasks.items()
             if position[:2] == (rank, unit)
-            and position not in self.queued
+            and position not in self.has_been_ready
             and task.kind is not TaskKind.RECEIVE
             and all((rank, unit, other) in self.done for other in task.after)
         ]
+        # A message may have two payloads of a unit, which is then named twice.
         ready = list(dict.fromkeys(ready))
-        self.queued.update(ready)
+        self.has_been_ready.update(ready)
         return ready
 
     def _queue(self, rank: int, ready: Sequence[Position]) -> None:
@@ -153,6 +164,7 @@ class _NaiveSimulation:
 
     def _ready_send(self, position: Position) -> ReadySend:
         nbytes = self.step.payload_bytes[position[1]]
+        # In the place of a UnitRun, with what `ReadySend` asks of it. Its graph has only this task.
         run: Any = SimpleNamespace(
             position=position, graph=(self.tasks[position],), payload_bytes=lambda part: nbytes
         )
@@ -186,7 +198,7 @@ class _NaiveSimulation:
         waits += [time - self.now for time, _, _ in self.starts[:1]]
         passed = min(waits)
         self.now += passed
-        rest = passed * _ROUNDING + self.now * 1e-14
+        rest = passed * _EVENT_ROUNDING + self.now * _CLOCK_ROUNDING
         for message, name, rate in rates:
             left = getattr(message, name) - passed * rate
             setattr(message, name, left if left > rest else 0.0)
@@ -198,24 +210,25 @@ class _NaiveSimulation:
                 if queue.left <= rest:
                     self._complete(rank)
         for message in list(self.messages):
-            if message.is_carried and not message.latency:
+            if message.has_left_links and not message.latency:
                 self._arrive(message)
 
     def _rates(self) -> list[tuple[_Message, str, float]]:
-        """Return the messages on the links and on the way with the speeds of their work."""
+        """Return the work that is under way: message, name of its field with the seconds that are
+        left, and seconds of work per second."""
         # Only the first message between two ranks is on the links.
         first: dict[tuple[int, int], _Message] = {}
         for message in self.messages:
-            if not message.is_carried:
+            if not message.has_left_links:
                 first.setdefault((message.source, message.destination), message)
         rates: list[tuple[_Message, str, float]] = []
         for rank in range(self.step.plan.world_size):
             sending = [m for m in first.values() if m.source == rank and m.sending]
             receiving = [m for m in first.values() if m.destination == rank and m.receiving]
-            part = self.step.costs.links.incast_share if len(receiving) > 1 else 1.0
+            share = self.step.costs.links.incast_share if len(receiving) > 1 else 1.0
             rates += [(message, "sending", 1 / len(sending)) for message in sending]
-            rates += [(message, "receiving", part / len(receiving)) for message in receiving]
-        rates += [(message, "latency", 1.0) for message in self.messages if message.is_carried]
+            rates += [(message, "receiving", share / len(receiving)) for message in receiving]
+        rates += [(message, "latency", 1.0) for message in self.messages if message.has_left_links]
         return rates
 
 
@@ -225,4 +238,4 @@ def naive_finish(step: SimulatedStep) -> list[float]:
     Messages must be smaller than `MESSAGE_BYTES`, and the times of the gradients and tasks must
     differ: two events at one time have no certain order.
     """
-    return _NaiveSimulation(step).finish()
+    return _NaiveSimulation(step).run()

@@ -16,7 +16,7 @@ from tests.support.waiting import no_failure
 
 
 class RecordingGroup:
-    """Stands for a process group whose sends are complete at once; records their sizes."""
+    """Process group whose sends are complete at once. It records their sizes in bytes."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -29,8 +29,8 @@ class RecordingGroup:
         """Return: the send is complete."""
 
 
-class OtherThreadBegins(Mailbox):
-    """Another thread sends on the channel while the end for the first message is made."""
+class InterruptedMailbox(Mailbox):
+    """Mailbox in which another thread connects on a channel while its sending end is being made."""
 
     other: threading.Thread | None = None
 
@@ -38,7 +38,7 @@ class OtherThreadBegins(Mailbox):
         if self.other is None:
             self.other = threading.Thread(target=self.connect, args=(destination, channel))
             self.other.start()
-            # It waits for this thread, so it must not end before.
+            # It must wait until this thread has made the end.
             self.other.join(0.2)
             assert self.other.is_alive()
         return super()._new_sender(destination, channel)
@@ -46,7 +46,7 @@ class OtherThreadBegins(Mailbox):
 
 def test_threads_that_begin_together_share_one_end() -> None:
     group = RecordingGroup()
-    mailbox = OtherThreadBegins(
+    mailbox = InterruptedMailbox(
         cast(dist.ProcessGroup, group),
         0,
         ["rank 0", "rank 1"],
@@ -79,5 +79,6 @@ def test_nothing_is_sent_after_the_goodbye() -> None:
     sender.finish()
     sender.put(("report",), *payload.encode([2], ("report",)))
     sender.thread.join()
+    # The second report was dropped. The goodbye has no content.
     report, goodbye = group.sizes
     assert report > goodbye

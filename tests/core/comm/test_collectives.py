@@ -15,7 +15,7 @@ from lightning_dlres.core.comm.collectives import (
     gather_numbers,
     wait_for_collective,
 )
-from lightning_dlres.core.errors import ConfigError, PeerError, PeerLostError, PeerTimeoutError
+from lightning_dlres.core.errors import ConfigError, PeerLostError, PeerTimeoutError
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.waiting import no_failure
 
@@ -27,6 +27,7 @@ def use_all_collectives(context: RankContext) -> list[Any]:
     context.init_process_group()
     rank, world = context.rank, context.world_size
     for source in range(world):
+        # Large tensors have broadcasts of their own; others travel in the header.
         large = torch.arange(5000) + source
         tree = {"large": [large, large.float()], "small": torch.tensor([source]), "text": "ü" * 99}
         received = broadcast_tree(tree if rank == source else None, source, SECONDS, no_failure)
@@ -37,7 +38,7 @@ def use_all_collectives(context: RankContext) -> list[Any]:
     assert broadcast_tree(None, 0, SECONDS, no_failure) is None
     assert broadcast_tree([], world - 1, SECONDS, no_failure) == []
     numbers = gather_numbers([float(rank), 0.1 * rank], SECONDS, no_failure)
-    assert numbers == [[float(r), 0.1 * r] for r in range(world)], "all 64 bits arrive"
+    assert numbers == [[float(r), 0.1 * r] for r in range(world)], "all 64 bits must arrive"
     assert gather_numbers([], SECONDS, no_failure) == [[]] * world
     pieces = gather_bytes(bytes([rank]) * rank, SECONDS, no_failure)
     assert pieces == [bytes([r]) * r for r in range(world)], "ranks may have unlike lengths"
@@ -91,7 +92,12 @@ def test_a_value_that_cannot_be_sent_is_an_error_at_the_source(pool: RankPool) -
 
 
 class Work:
-    """A handle that is complete after a number of calls of `is_completed`."""
+    """Handle of a collective that is complete after a number of calls of `is_completed`.
+
+    Args:
+        calls: Number of calls.
+        error: Raised by `wait`.
+    """
 
     def __init__(self, calls: float, error: Exception | None = None) -> None:
         self.calls, self.error, self.waited = calls, error, False
@@ -113,7 +119,7 @@ def test_wait_for_collective_waits_until_it_is_complete() -> None:
 
 
 def test_a_collective_that_never_completes_is_an_error() -> None:
-    with pytest.raises(PeerError, match=r"waited 0\.05 s for the others"):
+    with pytest.raises(PeerTimeoutError, match=r"waited 0\.05 s for the others"):
         wait_for_collective(Work(float("inf")), "the others", 0.05, no_failure)
 
 
@@ -130,5 +136,5 @@ def test_a_known_failure_ends_the_wait_unless_the_collective_completes() -> None
 
 def test_a_broken_connection_of_a_collective_is_a_lost_peer() -> None:
     broken = Work(0, RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
-    with pytest.raises(PeerError, match="the gradients"):
+    with pytest.raises(PeerLostError, match="waited for the gradients"):
         wait_for_collective(broken, "the gradients", SECONDS, no_failure)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import glob
-import os
 import tempfile
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -29,18 +28,21 @@ def tree(rank: int) -> dict[str, Any]:
 
 
 def gather(context: RankContext) -> tuple[list[dict[str, Any]] | None, bool]:
-    """Return the trees of all ranks, and True if those of others lie in files."""
+    """Return the gathered trees, and True if this rank has mapped files for them."""
     context.init_process_group()
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     assert isinstance(group, dist.ProcessGroup)
     names = [f"rank {rank}" for rank in range(context.world_size)]
     mailbox = Mailbox(group, context.rank, names, timeout=20.0, check=lambda: None, tracer=Tracer())
-    trees = gather_on_disk(tree(context.rank), mailbox, "its tree")
+    with pytest.MonkeyPatch.context() as patch:
+        # Other tests put files into the usual directory at the same time.
+        patch.setattr(tempfile, "tempdir", str(context.tmp))
+        trees = gather_on_disk(tree(context.rank), mailbox, "its tree")
     with open("/proc/self/maps") as maps:
         is_mapped = "dlres-gathered-" in maps.read()
     if context.rank == 0:
-        # Rank 0 has made all files; while it makes one, others may see its name.
-        assert not glob.glob(os.path.join(tempfile.gettempdir(), "dlres-gathered-*"))
+        # Other ranks may come here while rank 0 makes a file, which then still has a name.
+        assert not list(context.tmp.iterdir())
     mailbox.close(orderly=True)
     return trees, is_mapped
 

@@ -38,12 +38,21 @@ def open_mailbox(
     timeout: float = TIMEOUT,
     check: Callable[[], None] = no_failure,
 ) -> Mailbox:
+    """Return a mailbox, connected to those of the other ranks.
+
+    Args:
+        context: This rank.
+        transport: "gloo" or "zmq".
+        timeout: Deadline of `receive` in seconds.
+        check: Called in `receive` while it waits.
+    """
     context.init_process_group()
     group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     names = NAMES[: context.world_size]
     kind = {"gloo": Mailbox, "zmq": SocketMailbox}[transport]
     mailbox = kind(group, context.rank, names, timeout=TIMEOUT, check=no_failure, tracer=Tracer())
+    # Sockets connect when they are made. A short timeout or a failure must not end that.
     mailbox.timeout, mailbox.check = timeout, check
     return mailbox
 
@@ -90,7 +99,8 @@ def equal(a: Any, b: Any) -> bool:
 def exchange_trees(context: RankContext, transport: str) -> list[str]:
     peer = 1 - context.rank
     with mailbox_of(context, transport) as mailbox:
-        # GRADIENT_SYNC is the channel whose frames are as short as their messages.
+        # On GRADIENT_SYNC, the sender's frames are as short as its messages. The other two channels
+        # have frames of one size.
         for channel in (Channel.ACTIVATION, Channel.GRADIENT, Channel.GRADIENT_SYNC):
             for number, tree in enumerate(trees(10 * context.rank + channel)):
                 mailbox.send(peer, channel, ("tree", number), tree)

@@ -29,7 +29,7 @@ def test_ranks_of_several_hosts_listen_where_they_reach_the_main_address() -> No
 
 
 def test_the_main_host_listens_at_the_main_address_as_others_see_it() -> None:
-    """Its own name often leads to the loopback interface."""
+    """On the main host, the name of the main address often stands for a loopback address."""
     found = [
         RankAddress("a", "127.0.0.1", "127.0.1.1"),
         RankAddress("b", "10.0.0.2", MAIN),
@@ -45,18 +45,22 @@ def test_a_rank_that_others_cannot_reach_is_refused(other: RankAddress) -> None:
         listening_addresses(found)
 
 
-def test_the_own_address_is_that_of_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_the_address_of_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.5")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
     assert own_address("a") == RankAddress("a", "127.0.0.1", "127.0.0.5")
 
 
-def test_the_own_address_is_that_on_the_way_to_the_main_one(
+def test_without_an_interface_a_rank_has_the_address_on_its_way_to_the_main_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.5")
     assert own_address("a").own.startswith("127.")
+
+
+def test_without_a_way_to_the_main_address_a_rank_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "host.invalid")
     assert own_address("a") == RankAddress("a", "", "")
     monkeypatch.delenv("MASTER_ADDR")

@@ -1,4 +1,4 @@
-"""Residuals under a new plan: their sum over all ranks stays, wherever each of them goes."""
+"""Residuals under a new plan: each rank keeps their sum, whatever states take them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dlres.codecs import codec
-from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec
+from lightning_dlres.codecs.gradient import RESIDUAL
 from lightning_dlres.gradsync.execute.carried_states import carried_states
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.unit_graphs import unit_graph
 from lightning_dlres.gradsync.plan.graph import TaskKind
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
+from tests.gradsync.plan.costs_for_tests import codecs_by_name
 
+# Elements of each gradient.
 COUNTS = {"large": 30_000, "weight": 9000, "bias": 10}
 CPU = torch.device("cpu")
-CODECS: dict[str, GradientCodec] = {
-    name: one for name in ("int8", "tbq", "qsgd") if isinstance(one := codec(name), GradientCodec)
-}
+CODECS = codecs_by_name("int8", "tbq", "qsgd")
 RANKS = 3
 
 
-def plan(topology: str, names: tuple[str, str, str], partitions: int) -> SyncPlan:
+def plan(topology: str, codecs: tuple[str, str, str], partitions: int) -> SyncPlan:
+    """Return a plan with the codec of each gradient, which cuts all but the smallest one."""
     specs = [GradientSpec(name=name, count=count) for name, count in COUNTS.items()]
     choices = [
-        CodecChoice(codec=name, partitions=partitions if spec.count > 10 else 1)
-        for spec, name in zip(specs, names, strict=True)
+        CodecChoice(codec=codec, partitions=partitions if spec.count > 10 else 1)
+        for spec, codec in zip(specs, codecs, strict=True)
     ]
     return make_plan(specs, choices, world_size=RANKS, topology=topology, alignment=4096)
 
@@ -44,7 +44,7 @@ PLANS: dict[str, SyncPlan | None] = {
 
 
 def states_of(old: SyncPlan, rank: int) -> CodecStates:
-    """Return random residuals wherever a rank keeps some."""
+    """Return the states of a rank under a plan, with random residuals."""
     states, generator = CodecStates(), torch.Generator().manual_seed(rank)
     for unit in old.units:
         for task in unit_graph(old, unit, rank, CODECS):
@@ -56,6 +56,7 @@ def states_of(old: SyncPlan, rank: int) -> CodecStates:
 
 
 def total(states: CodecStates, unsent: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sums of all residuals and unsent values: float64[elements] by gradient."""
     sums = {name: torch.zeros(count, dtype=torch.float64) for name, count in COUNTS.items()}
     for (name, start, stop, _), state in states.by_key.items():
         if RESIDUAL in state:
@@ -68,7 +69,7 @@ def total(states: CodecStates, unsent: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("before", "after"), [pair for pair in itertools.product(PLANS, PLANS) if PLANS[pair[0]]]
 )
-def test_the_sum_of_all_residuals_stays(before: str, after: str) -> None:
+def test_each_rank_keeps_the_sum_of_its_residuals(before: str, after: str) -> None:
     old, new = PLANS[before], PLANS[after]
     assert old is not None
     for rank in range(RANKS):

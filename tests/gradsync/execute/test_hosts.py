@@ -21,19 +21,20 @@ from lightning_dlres.gradsync.plan.graph import Part
 from lightning_dlres.gradsync.plan.hosts import Hosts, over_hosts
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
-from tests.support.gradient_sync import open_sync
+from tests.support.gradient_sync import OpenSync, open_sync
 from tests.support.rank_pool import RankContext, RankPool
 
-COUNTS = {"scalar": 1, "none": 0, "bias": 10, "weight": 9000, "large": 30_000}
+# Elements of each gradient.
+COUNTS = {"scalar": 1, "empty": 0, "bias": 10, "weight": 9000, "large": 30_000}
 STEPS = 4
-# Hosts of unlike numbers of ranks, whose ranks are not always neighbours.
+# Hosts of three and of four ranks. Ranks 0 and 2 share a host, though rank 1 is between them.
 THREE: Hosts = ((0, 2), (1,))
 FOUR: Hosts = ((0,), (1, 2, 3))
 exhaustive = pytest.mark.exhaustive
 
 
 def covering(default: list[Any], *values: Iterable[Any]) -> list[Any]:
-    """Return all combinations of values; all but the default ones are exhaustive."""
+    """Return all combinations of values; all but the default ones are marked as exhaustive."""
     return [
         pytest.param(*case, marks=[] if case in default else exhaustive)
         for case in itertools.product(*values)
@@ -47,11 +48,13 @@ def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[
     }
 
 
-def plan_for(hosts: Hosts, topology: str, name: str) -> SyncPlan:
-    specs = [GradientSpec(name=key, count=count) for key, count in COUNTS.items()]
+def plan_for(hosts: Hosts, topology: str, codec_name: str) -> SyncPlan:
+    """Return a plan that compresses large gradients, and cuts the largest one."""
+    specs = [GradientSpec(name=name, count=count) for name, count in COUNTS.items()]
     choices = [
         CodecChoice(
-            codec=name if spec.count > 100 else RAW, partitions=3 if spec.count > 10_000 else 1
+            codec=codec_name if spec.count > 100 else RAW,
+            partitions=3 if spec.count > 10_000 else 1,
         )
         for spec in specs
     ]
@@ -68,24 +71,33 @@ def synchronise(
     context: RankContext,
     hosts: Hosts,
     topology: str,
-    name: str,
+    codec_name: str,
     dtype: torch.dtype = torch.float32,
     mode: str = "none",
 ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return the decoded means of each step, and the errors that this rank keeps."""
-    plan = plan_for(hosts, topology, name)
-    with open_sync(context, plan, codecs_of(name), mode=mode) as opened:
+    """Return the means of each step, and the sum of this rank's residuals by gradient.
+
+    Args:
+        context: This rank.
+        hosts: Ranks of each host.
+        topology: Topology of the leaders.
+        codec_name: Codec of the large gradients.
+        dtype: Dtype of the gradients.
+        mode: Way to send; see `MODES`.
+    """
+    plan = plan_for(hosts, topology, codec_name)
+    with open_sync(context, plan, codecs_of(codec_name), mode=mode) as opened:
         means = []
         for step in range(STEPS):
             own = gradients(context.rank, step, dtype)
             opened.sync.run(step, own)
             means.append(own)
-        errors: dict[str, Tensor] = {}
-        for (key, start, stop, _), state in opened.sync.states.by_key.items():
+        residuals: dict[str, Tensor] = {}
+        for (name, start, stop, _), state in opened.sync.states.by_key.items():
             if RESIDUAL in state:
-                total = errors.setdefault(key, torch.zeros(COUNTS[key]))
+                total = residuals.setdefault(name, torch.zeros(COUNTS[name]))
                 total[start:stop] += state[RESIDUAL]
-    return means, errors
+    return means, residuals
 
 
 @pytest.mark.parametrize(
@@ -121,7 +133,7 @@ def test_uncompressed_means_are_sums_of_the_hosts_sums(
 
 
 @pytest.mark.parametrize(
-    ("topology", "name", "hosts"),
+    ("topology", "codec_name", "hosts"),
     covering(
         [("ps", "tbq", THREE), ("ring", "onebit", FOUR)],
         ("ps", "ring"),
@@ -129,14 +141,14 @@ def test_uncompressed_means_are_sums_of_the_hosts_sums(
         (THREE, FOUR),
     ),
 )
-def test_nothing_is_lost_and_only_leaders_keep_errors(
-    pool: RankPool, topology: str, name: str, hosts: Hosts
+def test_nothing_is_lost_and_only_leaders_keep_residuals(
+    pool: RankPool, topology: str, codec_name: str, hosts: Hosts
 ) -> None:
     ranks = sum(map(len, hosts))
-    results = pool.run(synchronise, ranks, hosts, topology, name)
+    results = pool.run(synchronise, ranks, hosts, topology, codec_name)
     leaders = {host[0] for host in hosts}
-    for rank, (_, errors) in enumerate(results):
-        assert bool(errors) == (rank in leaders)
+    for rank, (_, residuals) in enumerate(results):
+        assert bool(residuals) == (rank in leaders)
     for key in COUNTS:
         given = sum(
             gradients(rank, step)[key].double() for step in range(STEPS) for rank in range(ranks)
@@ -144,7 +156,7 @@ def test_nothing_is_lost_and_only_leaders_keep_errors(
         means = [torch.stack([m[key] for m in steps]) for steps, _ in results]
         assert all(torch.equal(means[0], other) for other in means[1:])
         total = ranks * means[0].double().sum(0)
-        total += sum(errors[key].double() for _, errors in results if key in errors)
+        total += sum(residuals[key].double() for _, residuals in results if key in residuals)
         torch.testing.assert_close(total, given, rtol=0, atol=1e-4)
 
 
@@ -160,20 +172,23 @@ def test_a_coordinator_changes_no_bit(pool: RankPool, topology: str, mode: str) 
             assert all(torch.equal(means[step][key], expected[step][key]) for key in COUNTS)
 
 
-def synchronise_with_idle(context: RankContext, idle: list[int]) -> tuple[Any, Any, Any]:
-    """Return the means of a step in which some ranks have no samples, and the errors of this
-    rank's own gradients before and after it."""
+def own_residuals(opened: OpenSync) -> dict[Any, Tensor]:
+    """Return copies of the residuals of this rank's own gradients, or of its host's sums."""
+    return {
+        key: state[RESIDUAL].clone()
+        for key, state in opened.sync.states.by_key.items()
+        if key[3] is Part.GRADIENT
+    }
 
-    def errors() -> dict[Any, Tensor]:
-        return {
-            key: state[RESIDUAL].clone()
-            for key, state in opened.sync.states.by_key.items()
-            if key[3] is Part.GRADIENT
-        }
 
+def synchronise_with_idle(
+    context: RankContext, idle: list[int]
+) -> tuple[dict[str, Tensor], dict[Any, Tensor], dict[Any, Tensor]]:
+    """Return the means of a step in which some ranks have no samples, and `own_residuals` before
+    and after it."""
     with open_sync(context, plan_for(THREE, "ps", "tbq"), codecs_of("tbq")) as opened:
         opened.sync.run(0, gradients(context.rank, 0))
-        before, own = errors(), gradients(context.rank, 1)
+        before, own = own_residuals(opened), gradients(context.rank, 1)
         has_data = context.rank not in idle
         if not has_data:
             own = {key: torch.zeros_like(value) for key, value in own.items()}
@@ -187,13 +202,13 @@ def synchronise_with_idle(context: RankContext, idle: list[int]) -> tuple[Any, A
         opened.sync.start(1, own, on_done, has_data=has_data)
         assert finished.wait(60)
         assert done == [None]
-        return own, before, errors()
+        return own, before, own_residuals(opened)
 
 
 @pytest.mark.parametrize(
     "idle", [[0], [0, 2], pytest.param([2], marks=exhaustive), pytest.param([1], marks=exhaustive)]
 )
-def test_a_host_without_samples_keeps_its_errors(pool: RankPool, idle: list[int]) -> None:
+def test_a_host_without_samples_keeps_its_residuals(pool: RankPool, idle: list[int]) -> None:
     """A host has samples if one of its ranks has some."""
     results = pool.run(synchronise_with_idle, 3, idle)
     for key in COUNTS:
@@ -205,7 +220,8 @@ def test_a_host_without_samples_keeps_its_errors(pool: RankPool, idle: list[int]
         assert is_same == (set(host) <= set(idle))
 
 
-def test_an_idle_rank_sends_no_gradient() -> None:
+def test_an_empty_payload_adds_no_bytes_to_a_message() -> None:
+    """A rank without samples sends one to the leader of its host."""
     gradient = torch.zeros(0)
     _, entries, message = message_of(0, [(0, Part.HOST, gradient)])
     assert entries == [[0, int(Part.HOST), 0]]
@@ -213,6 +229,7 @@ def test_an_idle_rank_sends_no_gradient() -> None:
 
 
 def lose_rank(context: RankContext, victim: int) -> str:
+    """Return the error of this rank in a step before which another rank was killed."""
     with open_sync(context, plan_for(FOUR, "ps", "tbq"), codecs_of("tbq"), timeout=30) as opened:
         opened.sync.run(0, gradients(context.rank, 0))
         dist.barrier()
@@ -227,7 +244,7 @@ def lose_rank(context: RankContext, victim: int) -> str:
 
 @pytest.mark.parametrize("victim", [3, pytest.param(1, marks=exhaustive)])
 def test_all_survivors_name_a_killed_rank(pool: RankPool, victim: int) -> None:
-    """Rank 1 is a leader; rank 3 only talks to it."""
+    """Rank 1 leads the host of rank 3, which sends to it only."""
     outcomes = pool.run_expecting_errors(lose_rank, 4, victim, keep=True)
     for rank, outcome in enumerate(outcomes):
         if rank != victim:

@@ -25,17 +25,20 @@ from tests.support.gradient_sync import MODES, REPLAYED_STEP, MessageRecord, Ope
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.waiting import wait_until
 
+# Deadline of a wait, in seconds. Only a failing test waits so long.
 SECONDS = 20.0
-# No two units have equally many elements, so that a codec call tells its unit. Several messages
-# between two ranks are full.
+# Elements of each gradient. No two units have equally many, so the number in a call of the codec
+# identifies the unit.
+# The payloads of a step fill several messages between two ranks.
 COUNTS = {"a": 20_000, "b": 9000, "c": 4000, "d": 301, "e": 1_200_000, "f": 1, "g": 850_000}
 STEPS = 4
-LINKS = (Channel.SYNC_REPORT, Channel.SYNC_PLAN)
+# Channels of the coordinator.
+COORDINATION = (Channel.SYNC_REPORT, Channel.SYNC_PLAN)
 
 
 def plan_for(
     world_size: int,
-    name: str,
+    topology_name: str,
     counts: dict[str, int] = COUNTS,
     *,
     partitions: int = 1,
@@ -44,12 +47,13 @@ def plan_for(
     specs = [GradientSpec(name=key, count=count) for key, count in counts.items()]
     choices = [CodecChoice(codec="tbq", partitions=partitions) for _ in specs]
     return make_plan(
-        specs, choices, world_size=world_size, topology=name, alignment=4096, shares=shares
+        specs, choices, world_size=world_size, topology=topology_name, alignment=4096, shares=shares
     )
 
 
 class RecordingCodec(ThresholdQuantisation):
-    """Codec that records the elements of all calls. Two functions may act around an encoding."""
+    """Codec that records the elements of each call. A test may set `before_compress` and
+    `after_compress`, which get the number of elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,32 +83,34 @@ def gradients(counts: dict[str, int] = COUNTS) -> dict[str, Tensor]:
 
 
 def run_steps(
-    context: RankContext, name: str, mode: str, partitions: int
+    context: RankContext, topology_name: str, mode: str, partitions: int
 ) -> tuple[list[Span], list[MessageRecord], list[MessageRecord], list[tuple[str, int]]]:
     """Return the spans of the tasks, the messages sent and received, and the codec's calls."""
     codec = RecordingCodec()
-    plan = plan_for(context.world_size, name, partitions=partitions)
+    plan = plan_for(context.world_size, topology_name, partitions=partitions)
     with open_sync(context, plan, {"tbq": codec}, mode=mode) as opened:
         for step in range(STEPS):
             opened.sync.run(step, gradients())
-        # Others may still need this rank, as the coordinator or in a ring.
+        # Other ranks may still need this one as the coordinator, or to pass a sum on.
         dist.barrier()
         mailbox = opened.mailbox
         for record in (*mailbox.sent, *mailbox.received):
-            # The payloads are not needed.
+            # Drop the payloads. Otherwise they would travel to the test's process.
             record.tree[2:] = []
         return list(opened.tracer.spans()), mailbox.sent, mailbox.received, codec.calls
 
 
-@pytest.mark.parametrize("name", ["ps", "ring"])
+@pytest.mark.parametrize("topology_name", ["ps", "ring"])
 @pytest.mark.parametrize("mode", MODES)
-def test_threads_links_and_calls_of_a_run(pool: RankPool, name: str, mode: str) -> None:
-    results = pool.run(run_steps, 3, name, mode, 2)
-    plan = plan_for(3, name, partitions=2)
+def test_threads_links_and_calls_of_a_run(pool: RankPool, topology_name: str, mode: str) -> None:
+    results = pool.run(run_steps, 3, topology_name, mode, 2)
+    plan = plan_for(3, topology_name, partitions=2)
     for rank, (spans, _, _, calls) in enumerate(results):
         check_threads(spans)
         check_calls(plan, rank, spans, calls)
-    messages = messages_of([sent for _, sent, *_ in results], [r for _, _, r, _ in results])
+    messages = messages_of(
+        [sent for _, sent, _, _ in results], [received for _, _, received, _ in results]
+    )
     if mode == "always":
         check_links(messages)
     if mode == "replay":
@@ -112,7 +118,7 @@ def test_threads_links_and_calls_of_a_run(pool: RankPool, name: str, mode: str) 
 
 
 def check_threads(spans: list[Span]) -> None:
-    """Each queue has a thread of its own, and arrivals have those of the mailbox."""
+    """Each queue has a thread of its own, and messages arrive in threads of the mailbox."""
     for span in spans:
         if span.name in ("encode", "merge", "decode"):
             assert (span.category, span.thread) == ("compute", "dlres-sync-compute")
@@ -124,7 +130,8 @@ def check_threads(spans: list[Span]) -> None:
 
 
 def check_calls(plan: SyncPlan, rank: int, spans: list[Span], calls: list[tuple[str, int]]) -> None:
-    """Each call of the codec is one task of one unit. A merge of the own gradient has no call."""
+    """Each call of the codec is one task of one unit. A rank merges its own gradient without a
+    call."""
     graph_of = topology(plan.topology)
     sizes = {unit.count for unit in plan.units}
     assert len(sizes) == len(plan.units)
@@ -151,7 +158,7 @@ def messages_of(
         for destination in range(len(sent)):
             link = source, destination, Channel.GRADIENT_SYNC
             ends = [
-                [n for n in records if (n.source, n.destination, n.channel) == link]
+                [r for r in records if (r.source, r.destination, r.channel) == link]
                 for records in (sent[source], received[destination])
             ]
             pairs += list(zip(*ends, strict=True))
@@ -159,7 +166,10 @@ def messages_of(
 
 
 def check_links(messages: list[tuple[MessageRecord, MessageRecord]]) -> None:
-    """No link has two messages in one direction at once. All ranks have one clock."""
+    """No link has two messages in one direction at once.
+
+    The times of all ranks can be compared: processes of one host read one clock.
+    """
     for end in ("source", "destination"):
         for rank in range(3):
             intervals = sorted(
@@ -173,56 +183,75 @@ def check_links(messages: list[tuple[MessageRecord, MessageRecord]]) -> None:
 
 
 def check_silence(results: list[Any]) -> None:
-    """Ranks report and plan all messages of the steps before a plan is repeated, and no other."""
+    """Ranks report all payloads of the steps before `REPLAYED_STEP`, and none of later steps."""
     for rank, (_, sent, received, _) in enumerate(results):
         reports = [record.tree for record in sent if record.channel is Channel.SYNC_REPORT]
-        earlier = [
-            [n.tree for n in records if n.channel not in LINKS and n.tree[0] < REPLAYED_STEP]
+        # Step and entries of each message with gradients.
+        sent_early, received_early = (
+            [
+                record.tree
+                for record in records
+                if record.channel not in COORDINATION and record.tree[0] < REPLAYED_STEP
+            ]
             for records in (sent, received)
+        )
+        sent_late = [
+            record
+            for record in sent
+            if record.channel not in COORDINATION and record.tree[0] >= REPLAYED_STEP
         ]
-        later = [n for n in sent if n.channel not in LINKS and n.tree[0] >= REPLAYED_STEP]
-        assert len(later) > STEPS
+        assert len(sent_late) > STEPS
         if rank == 0:
-            # The coordinator's own reports are no messages.
+            # The coordinator gets the reports of its own rank without messages.
             assert not reports
-            plans = [n.tree for n in sent if n.channel is Channel.SYNC_PLAN]
+            plans = [record.tree for record in sent if record.channel is Channel.SYNC_PLAN]
+            # Each of the two other ranks gets the plan to repeat.
             assert sum(is_learned for is_learned, _ in plans) == 2
             continue
         ready = [row for kind, rows in reports for row in rows if kind == "ready"]
         assert sorted(row[1:4] for row in ready) == sorted(
-            [step, unit, part] for step, entries in earlier[0] for unit, part, _ in entries
+            [step, unit, part] for step, entries in sent_early for unit, part, _ in entries
         )
         kinds = Counter(kind for kind, _ in reports)
-        assert kinds["arrived"] == len(earlier[1])
+        assert kinds["arrived"] == len(received_early)
         assert kinds["learned"] == 1
 
 
-def coordinator_records(context: RankContext, name: str, elements: int) -> list[MessageRecord]:
+def coordinator_records(
+    context: RankContext, topology_name: str, elements: int
+) -> list[MessageRecord]:
+    """Return the messages that this rank sends to or as the coordinator, for gradients of about
+    `elements` elements."""
     counts = {f"unit {i}": elements + 4 * i for i in range(5)}
-    plan = plan_for(context.world_size, name, counts)
+    plan = plan_for(context.world_size, topology_name, counts)
     with open_sync(context, plan, {"tbq": ThresholdQuantisation()}, mode="always") as opened:
         for step in range(2):
-            # One after the other: what is ready at once does not depend on the time of transfers.
+            # One gradient at a time. Otherwise the payloads in a report would depend on the
+            # duration of transfers.
             for key, gradient in gradients(counts).items():
-                opened.sync.run(2 * step, {key: gradient})
+                opened.sync.run(step, {key: gradient})
                 dist.barrier()
-        return [n for n in opened.mailbox.sent if n.channel in LINKS]
+        return [record for record in opened.mailbox.sent if record.channel in COORDINATION]
 
 
-@pytest.mark.parametrize("name", ["ps", "ring"])
-def test_the_bytes_of_the_coordinator_do_not_depend_on_the_size(pool: RankPool, name: str) -> None:
-    small, large = (pool.run(coordinator_records, 2, name, size) for size in (64, 1_000_000))
+@pytest.mark.parametrize("topology_name", ["ps", "ring"])
+def test_the_bytes_of_the_coordinator_do_not_depend_on_the_size(
+    pool: RankPool, topology_name: str
+) -> None:
+    small, large = (
+        pool.run(coordinator_records, 2, topology_name, elements) for elements in (64, 1_000_000)
+    )
     for one, other in zip(small, large, strict=True):
         assert len(one) == len(other) > 5
         assert sum(record.large_bytes for record in (*one, *other)) == 0
-        # msgpack writes a larger number with up to 4 more bytes.
-        numbers = sum(len(record.tree[1]) for record in one)
-        difference = sum(n.header_bytes for n in other) - sum(n.header_bytes for n in one)
-        assert 0 <= difference <= 4 * numbers
+        # A row of a report has one size. msgpack writes a larger number with up to 4 more bytes.
+        rows = sum(len(record.tree[1]) for record in one)
+        difference = sum(r.header_bytes for r in other) - sum(r.header_bytes for r in one)
+        assert 0 <= difference <= 4 * rows
 
 
 def wait_for(event: threading.Event) -> None:
-    assert event.wait(SECONDS), "one of the two threads waits for the other"
+    assert event.wait(SECONDS), "the threads of the two queues must not wait for each other"
 
 
 def spans_of(opened: OpenSync, name: str) -> list[Span]:
@@ -269,11 +298,11 @@ def transfers_in_an_encode(context: RankContext) -> None:
     with open_sync(context, plan, {"tbq": codec}) as opened:
         if context.rank == 1:
 
-            def look(count: int) -> None:
+            def wait_for_sum(count: int) -> None:
                 if count == 200:
                     wait_until(lambda: spans_of(opened, "receive"), "the sum has come back")
 
-            codec.before_compress = look
+            codec.before_compress = wait_for_sum
         opened.sync.run(0, gradients(counts))
         if context.rank == 1:
             encode = spans_of(opened, "encode")[1]
@@ -285,15 +314,17 @@ def test_transfers_go_on_while_a_gradient_is_encoded(pool: RankPool) -> None:
     pool.run(transfers_in_an_encode, 2)
 
 
-def late_unit(context: RankContext, name: str, mode: str) -> list[str]:
-    """Return the order in which the gradients of a step were done; the last rank is late with "a".
+def late_unit(context: RankContext, topology_name: str, mode: str) -> list[str]:
+    """Return the order in which this rank finished the gradients "a" and "b" of a step.
 
-    It starts "a" only when all ranks have finished "b", which they started after "a".
+    The other ranks start "a" before "b". The last rank starts only "b", and "a" after all ranks
+    have finished "b".
     """
     counts = {"a": 100, "b": 200}
     done: list[str] = []
     events = {key: threading.Event() for key in counts}
-    with open_sync(context, plan_for(3, name, counts), {"tbq": RecordingCodec()}, mode=mode) as o:
+    plan = plan_for(3, topology_name, counts)
+    with open_sync(context, plan, {"tbq": ThresholdQuantisation()}, mode=mode) as opened:
 
         def start(key: str) -> None:
             def finish(error: BaseException | None) -> None:
@@ -301,7 +332,7 @@ def late_unit(context: RankContext, name: str, mode: str) -> list[str]:
                 done.append(key)
                 events[key].set()
 
-            o.sync.start(0, {key: torch.ones(counts[key])}, finish)
+            opened.sync.start(0, {key: torch.ones(counts[key])}, finish)
 
         is_late = context.rank == 2
         for key in "b" if is_late else "ab":
@@ -314,7 +345,9 @@ def late_unit(context: RankContext, name: str, mode: str) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("name", ["ps", "ring"])
+@pytest.mark.parametrize("topology_name", ["ps", "ring"])
 @pytest.mark.parametrize("mode", ["none", "always"])
-def test_a_late_rank_holds_back_no_other_unit(pool: RankPool, name: str, mode: str) -> None:
-    assert pool.run(late_unit, 3, name, mode) == [["b", "a"]] * 3
+def test_a_late_rank_holds_back_no_other_unit(
+    pool: RankPool, topology_name: str, mode: str
+) -> None:
+    assert pool.run(late_unit, 3, topology_name, mode) == [["b", "a"]] * 3

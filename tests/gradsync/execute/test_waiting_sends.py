@@ -24,7 +24,7 @@ from tests.support.waiting import wait_until
 
 
 class Clock:
-    """Time that a test sets."""
+    """Clock whose time, in seconds, a test sets."""
 
     def __init__(self) -> None:
         self.now = 5.0
@@ -34,7 +34,7 @@ class Clock:
 
 
 def send(destination: int, nbytes: int) -> ReadySend:
-    """Return a payload of a rank that owns nothing."""
+    """Return a ready payload of rank 3, which sends its gradient to the owner of a unit."""
     count = nbytes // 4
     unit = SyncUnit(index=0, gradient="a", start=0, stop=count, codec="raw", owner=destination)
     run = UnitRun(
@@ -44,7 +44,7 @@ def send(destination: int, nbytes: int) -> ReadySend:
         options=StepOptions(step=0, rank=3, world_size=4),
         states=CodecStates(),
     )
-    # The second task of a rank that is not the owner sends its gradient.
+    # Task 0 encodes the gradient, and task 1 sends it.
     return ReadySend(run, 1)
 
 
@@ -64,7 +64,7 @@ def test_only_payloads_behind_another_one_to_their_rank_wait() -> None:
     assert not sends.items
 
 
-def test_payloads_wait_for_some_time_or_bytes() -> None:
+def test_payloads_wait_up_to_a_time_or_a_size() -> None:
     clock = Clock()
     sends = WaitingSends(clock)
     sends.add(send(0, 400))
@@ -82,29 +82,32 @@ def test_payloads_wait_for_some_time_or_bytes() -> None:
 
 
 class LateEntry(queue.SimpleQueue[Any]):
-    """Queue to which an entry without tasks comes just before its first reader finds it empty.
+    """Queue that gets an entry without tasks just before `empty` is called for the first time.
 
-    A bucket's entry has no tasks on the owner of all its units, which waits for the other ranks.
+    Such an entry comes from a bucket of which this rank owns all units: its first tasks wait for
+    the payloads of other ranks.
     """
 
-    has_come = False
+    has_late_entry = False
 
     def empty(self) -> bool:
-        if not self.has_come:
-            self.has_come = True
+        if not self.has_late_entry:
+            self.has_late_entry = True
             self.put([])
         return super().empty()
 
 
 def test_payloads_do_not_wait_for_an_entry_without_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A payload behind another one then leaves only when the queue is empty.
     monkeypatch.setattr(transmitters, "FOLLOWING_SECONDS", 1e6)
-    with lonely(rank=1) as one:
-        executor = one.sync._executor
-        idle, executor._computes = executor._computes, LateEntry()
-        # The thread that computes goes on to the other queue.
-        idle.put([])
-        one.start()
+    with lonely(rank=1) as rank:
+        executor = rank.sync._executor
+        first_queue, executor._computes = executor._computes, LateEntry()
+        # The compute thread waits for the first queue. An entry lets it go on to the other one.
+        first_queue.put([])
+        rank.start()
         wait_until(
-            lambda: sum(len(tree[1]) for _, _, tree in one.mailbox.sent) == 2, "both are sent"
+            lambda: sum(len(tree[1]) for _, _, tree in rank.mailbox.sent) == 2,
+            "the payloads of both units are sent",
         )
-        assert executor._computes.has_come
+        assert executor._computes.has_late_entry

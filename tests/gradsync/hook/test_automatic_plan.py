@@ -27,7 +27,13 @@ STEPS = 3
 def train(
     context: RankContext, options: dict[str, Any] | None, optimizer_name: str = "SGD"
 ) -> tuple[list[torch.Tensor], SyncDecision | None]:
-    """Return the weights, and the decision of the cost model; `options` is None for plain DDP."""
+    """Return the weights after some steps, and the cost model's decision (None without one).
+
+    Args:
+        context: This rank.
+        options: Options of the hook's state; None trains with plain DDP.
+        optimizer_name: Class in `torch.optim`.
+    """
     context.init_process_group()
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(40, 200), nn.Tanh(), nn.Linear(200, 1))
@@ -81,11 +87,17 @@ def test_a_named_algorithm_is_not_turned_off(pool: RankPool, coordinator: str) -
 def resume(
     context: RankContext, saved: list[dict[str, Any]] | None, algorithm: str = "int8"
 ) -> tuple[dict[str, Any], SyncDecision | None]:
-    """Return the state after a step of a run that may continue an earlier one, and the decision."""
+    """Return the saved state of this rank after one step, and the decision.
+
+    Args:
+        context: This rank.
+        saved: States of all ranks of the run to continue; None begins a new one.
+        algorithm: Algorithm of the state.
+    """
     context.init_process_group()
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(40, 200), nn.Tanh(), nn.Linear(200, 1))
-    # Only the first run names the topology; the resumed run would have to measure.
+    # The resumed run leaves the topology open: it would measure if it did not keep the plan.
     state = GradientSyncState(
         algorithm=algorithm, topology="ring" if saved is None else "auto", min_bytes=0
     )
@@ -137,8 +149,8 @@ def test_gradients_of_fewer_bytes_stay_uncompressed(
 
 
 def fail_to_plan(context: RankContext) -> tuple[str, list[bool]]:
-    """Return the error of a rank whose plan, or that of another rank, fails; and how its sessions
-    were closed."""
+    """Let the planning fail on rank 1; return this rank's error, and `orderly` of each session that
+    it closed."""
     context.init_process_group()
     state = GradientSyncState(timeout=2.0)
     state.name_parameters(nn.Linear(8, 8).named_parameters())
@@ -174,6 +186,7 @@ def test_sessions_end_if_no_plan_can_be_made(pool: RankPool) -> None:
 
 
 def open_on_a_gpu(context: RankContext) -> str:
+    """Return the error of a codec that has no kernels for GPUs. It comes before any use of one."""
     context.init_process_group()
     state = GradientSyncState(algorithm="onebit", topology="ps")
     state.name_parameters(nn.Linear(8, 8).named_parameters())
@@ -192,22 +205,39 @@ def test_a_codec_without_kernels_for_the_device_is_refused(pool: RankPool) -> No
         )
 
 
+def has_coordinator(context: RankContext, options: dict[str, Any]) -> bool:
+    """Return True if the value "auto" of `coordinator` has led to one."""
+    context.init_process_group()
+    state = GradientSyncState(coordinator="auto", **options)
+    state.name_parameters(nn.Linear(8, 8).named_parameters())
+    state.open(torch.device("cpu"))
+    assert state.synchroniser is not None
+    result = state.synchroniser.coordinator is not None
+    state.close()
+    return result
+
+
 def test_two_ranks_need_no_coordinator(pool: RankPool) -> None:
+    options = {"algorithm": "fp16", "topology": "ring", "min_bytes": 0}
+    assert pool.run(has_coordinator, 2, options) == [False, False]
+
+
+def test_with_algorithm_and_topology_the_cost_model_is_not_asked(pool: RankPool) -> None:
     ranks = pool.run(train, 2, {"algorithm": "fp16", "topology": "ring", "min_bytes": 0})
-    assert ranks[0][1] is None
+    assert [decision for _, decision in ranks] == [None, None]
     assert all(map(torch.equal, ranks[0][0], ranks[1][0]))
 
 
 def sparse_plan(context: RankContext) -> tuple[set[str], int, bool]:
-    """Return the planned gradients, their elements as the prediction counts them, and whether the
-    embedding has its mean."""
+    """Return the names of the planned gradients, the number of their elements, and True if the
+    embedding's gradient has the rows of both ranks."""
     context.init_process_group()
     model = nn.ModuleDict(
         {"tokens": nn.Embedding(10_000, 8, sparse=True), "head": nn.Linear(8, 4000)}
     )
     state = GradientSyncState(algorithm="int8", coordinator="none", min_bytes=0)
     state.name_parameters(model.named_parameters(), sparse_parameters(model))
-    wrapped = DistributedDataParallel(Called(model))
+    wrapped = DistributedDataParallel(TokenModel(model))
     wrapped.register_comm_hook(state, compressed_hook)
     for step in range(2):
         model.zero_grad()
@@ -222,8 +252,8 @@ def sparse_plan(context: RankContext) -> tuple[set[str], int, bool]:
     return names, elements, rows == [0, 1, 6]
 
 
-class Called(nn.Module):
-    """Looks tokens up, and applies the head."""
+class TokenModel(nn.Module):
+    """Module that applies a model's head to the embeddings of tokens."""
 
     def __init__(self, model: nn.ModuleDict) -> None:
         super().__init__()
@@ -235,7 +265,7 @@ class Called(nn.Module):
 
 def test_sparse_gradients_have_no_part_in_the_plan(pool: RankPool) -> None:
     """Torch's all-reduce sums their few rows, whatever the plan."""
-    for names, elements, has_mean in pool.run(sparse_plan, 2):
+    for names, elements, has_all_rows in pool.run(sparse_plan, 2):
         assert names == {"head.weight", "head.bias"}
         assert elements == 8 * 4000 + 4000
-        assert has_mean
+        assert has_all_rows

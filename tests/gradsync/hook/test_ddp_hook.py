@@ -1,4 +1,4 @@
-"""Training with the hook of DistributedDataParallel."""
+"""Training with the communication hook, compared with DistributedDataParallel without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ STEPS = 6
 
 
 class Model(nn.Module):
-    """Layers of several sizes, one of them unused, and a convolution in channels-last memory."""
+    """Layers of several sizes, and a convolution in channels-last memory.
+
+    Args:
+        has_unused: True adds a layer that `forward` does not use.
+    """
 
     def __init__(self, has_unused: bool) -> None:
         super().__init__()
@@ -55,8 +59,8 @@ def train(
     Args:
         context: This rank.
         options: Options of the hook's state; None for plain DDP.
-        has_unused: Add a layer that no step uses.
-        accumulate: Backwards of each step.
+        has_unused: True adds a layer that no step uses.
+        accumulate: Backwards of each step, of which only the last one synchronises.
         ddp: Options of DDP.
     """
     context.init_process_group()
@@ -81,6 +85,7 @@ def train(
     weights = copy.deepcopy(model.state_dict())
     if state is not None:
         if state.synchroniser is not None:
+            # Codecs have states under the parameters' names, with residuals that are finite.
             for key, saved in state.synchroniser.states.by_key.items():
                 assert key[0] in weights
                 assert RESIDUAL not in saved or saved[RESIDUAL].isfinite().all()
@@ -94,6 +99,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Return the largest absolute difference of two weights."""
     return max(float((one[key] - other[key]).abs().max()) for key in one)
 
 
@@ -144,6 +150,7 @@ def test_a_coordinator_changes_no_weight(pool: RankPool, coordinator: str) -> No
 
 
 def lose_a_rank(context: RankContext) -> str:
+    """Return the error of rank 0 after rank 1 has left; empty on rank 1."""
     context.init_process_group()
     model = Model(False)
     wrapped = DistributedDataParallel(model)
@@ -165,6 +172,7 @@ def lose_a_rank(context: RankContext) -> str:
 
 def test_a_rank_that_leaves_is_named(pool: RankPool) -> None:
     messages = pool.run(lose_a_rank, 2)
+    # Rank 0 may notice the broken connection first, or reach its timeout.
     assert "rank 0 waited 1 s for gradients from rank 1" in messages[0] or (
         "lost rank 1 while gradients were synchronised" in messages[0]
     )

@@ -1,4 +1,4 @@
-"""Training through the hook with dense sums inside the hosts, and checkpoints of it."""
+"""Training and checkpoints with the hook if ranks share hosts, which then sum dense gradients."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.linear_loss import SHAPES, LinearLoss, random_gradients
 from tests.support.rank_pool import RankContext, RankPool
 
 STEPS = 3
-# A letter for the host of each rank.
-THREE = "aba"
+# Hosts of three ranks: a letter for each rank.
+HOSTS = "aba"
 exhaustive = pytest.mark.exhaustive
 
 
@@ -37,7 +37,20 @@ def train(
     undone: int | None = None,
     **options: Any,
 ) -> tuple[list[dict[str, Tensor]], bytes]:
-    """Return the means of some steps and the saved states; the step `undone` is undone."""
+    """Return the means of all steps that were not undone, and the saved state of this rank.
+
+    It checks that the plan has the hosts if ranks share them.
+
+    Args:
+        context: This rank.
+        hosts: A letter for the host of each rank.
+        first: Number of the first step, which chooses the gradients.
+        saved: States of all ranks to continue from.
+        steps: Number of steps.
+        accumulate: Backwards of a step, each with a part of its gradient.
+        undone: Step to undo.
+        options: Options of the hook's state.
+    """
     context.init_process_group()
     model = LinearLoss()
     state = GradientSyncState(
@@ -61,13 +74,13 @@ def train(
             state.undo_step()
         else:
             means.append({n: p.grad / state.loss_scale for n, p in model.named_parameters()})
-        # A gradient scaler changes its scale.
+        # A gradient scaler may change its scale after any step.
         state.loss_scale *= 2
     assert (state.plan is not None) == (len(hosts) > 1)
     is_shared = len(set(hosts)) > 1 and len(set(hosts)) < len(hosts)
     if state.plan is not None:
-        is_off = not is_shared or "hierarchy" in options
-        assert state.plan.hosts == (() if is_off else ranks_by_host(hosts))
+        has_hosts = is_shared and "hierarchy" not in options
+        assert state.plan.hosts == (ranks_by_host(hosts) if has_hosts else ())
     buffer = io.BytesIO()
     torch.save(state.state_dict(), buffer)
     state.close()
@@ -79,7 +92,8 @@ def same(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
     return all(torch.equal(a[name], b[name]) for a, b in pairs for name in SHAPES)
 
 
-def has_state(saved: bytes) -> bool:
+def has_residuals(saved: bytes) -> bool:
+    """Return True if a saved state has a residual other than zero."""
     entries = torch.load(io.BytesIO(saved), weights_only=True)["units"]
     return any(entry["tensors"][RESIDUAL].any() for entry in entries)
 
@@ -98,9 +112,10 @@ def has_state(saved: bytes) -> bool:
         pytest.param("ring", "abc", "aab", marks=exhaustive),
     ],
 )
-def test_nothing_is_lost_when_a_run_goes_on_on_other_hosts(
+def test_nothing_is_lost_when_a_run_continues_on_other_hosts(
     pool: RankPool, topology: str, before: str, after: str
 ) -> None:
+    """All means and the last residuals add up to the means of all gradients."""
     first = pool.run(train, len(before), before, topology=topology)
     saved = merged([one for _, one in first])
     second = pool.run(train, len(after), after, STEPS, saved, topology=topology)
@@ -117,22 +132,22 @@ def test_nothing_is_lost_when_a_run_goes_on_on_other_hosts(
 
 @pytest.mark.parametrize("algorithm", ["onebit", pytest.param("dgc", marks=exhaustive)])
 def test_a_resumed_run_continues_exactly(pool: RankPool, algorithm: str) -> None:
-    whole = pool.run(train, 3, THREE, algorithm=algorithm, steps=2 * STEPS)
-    first = pool.run(train, 3, THREE, algorithm=algorithm)
+    whole = pool.run(train, 3, HOSTS, algorithm=algorithm, steps=2 * STEPS)
+    first = pool.run(train, 3, HOSTS, algorithm=algorithm)
     saved = merged([one for _, one in first])
-    second = pool.run(train, 3, THREE, STEPS, saved, algorithm=algorithm)
+    second = pool.run(train, 3, HOSTS, STEPS, saved, algorithm=algorithm)
     for (expected, _), (before, _), (after, _) in zip(whole, first, second, strict=True):
         assert same(before + after, expected)
 
 
 def test_only_the_first_rank_of_a_host_saves_residuals(pool: RankPool) -> None:
-    results = pool.run(train, 3, THREE)
-    assert [has_state(saved) for _, saved in results] == [True, True, False]
+    results = pool.run(train, 3, HOSTS)
+    assert [has_residuals(saved) for _, saved in results] == [True, True, False]
 
 
 def test_an_undone_step_leaves_no_trace(pool: RankPool) -> None:
-    """The step sends what was left of the one before, as if the undone one had not been."""
-    results = pool.run(train, 3, THREE, undone=1)
+    """The step after it sends the residuals of the step before it."""
+    results = pool.run(train, 3, HOSTS, undone=1)
     remaining = unsent([one for _, one in results])
     for name in SHAPES:
         got = sum(means[name].double() for means in results[0][0]).view(-1) + remaining[name] / 3
@@ -141,8 +156,8 @@ def test_an_undone_step_leaves_no_trace(pool: RankPool) -> None:
 
 
 def test_gradients_may_be_accumulated(pool: RankPool) -> None:
-    once = pool.run(train, 3, THREE, algorithm="raw")
-    twice = pool.run(train, 3, THREE, algorithm="raw", accumulate=2)
+    once = pool.run(train, 3, HOSTS, algorithm="raw")
+    twice = pool.run(train, 3, HOSTS, algorithm="raw", accumulate=2)
     assert all(same(one, other) for (one, _), (other, _) in zip(once, twice, strict=True))
 
 
@@ -153,12 +168,12 @@ def test_without_hosts_to_tell_apart_each_rank_synchronises_by_itself(
     pool: RankPool, hosts: str, options: dict[str, Any]
 ) -> None:
     results = pool.run(train, 3, hosts, **options)
-    assert all(has_state(saved) for _, saved in results)
+    assert all(has_residuals(saved) for _, saved in results)
 
 
 def test_the_cost_model_plans_for_hosts(pool: RankPool) -> None:
-    """The plan has the hosts, and all ranks the same one (`train` asserts it)."""
-    results = pool.run(train, 3, THREE, algorithm="int8", topology="auto")
+    """`train` asserts that the plan has the hosts."""
+    results = pool.run(train, 3, HOSTS, algorithm="int8", topology="auto")
     assert all(same(results[0][0], means) for means, _ in results)
 
 

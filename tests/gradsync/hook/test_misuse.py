@@ -1,4 +1,4 @@
-"""Wrong uses of the hook's state are errors, or harmless; none gives other gradients silently."""
+"""Wrong uses of the hook's state raise, or change nothing; none silently changes gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from tests.support.rank_pool import RankContext, RankPool
 
 
 def train(context: RankContext, misuse: str) -> tuple[str, list[torch.Tensor]]:
-    """Return the error's message, if there is one, and the weights after the steps."""
+    """Return the message of a `ConfigError`, empty if there was none, and the weights at the end.
+
+    Args:
+        context: This rank.
+        misuse: "named twice" gives the same names again; "two modules" and "late names" give those
+            of another module, before or after the first step; "closed" closes the state between
+            two steps; "late states" loads states between two steps; "" uses the state well.
+    """
     context.init_process_group()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 1))

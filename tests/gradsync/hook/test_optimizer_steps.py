@@ -15,11 +15,12 @@ from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from tests.support.rank_pool import RankContext, RankPool
 
+# Steps of the optimizer, backwards of each step, and elements of the parameter.
 STEPS, BACKWARDS, COUNT = 5, 3, 9000
 
 
-class Given(nn.Module):
-    """A parameter whose gradient is the input of `forward`."""
+class GivenGradient(nn.Module):
+    """Module with one parameter, whose gradient is the input of `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +36,14 @@ def train(
     """Return the weights after some steps, each with several synchronised backwards.
 
     Args:
-        context: The rank.
+        context: This rank.
         algorithm: Codec of the gradients.
-        overflows: Steps, and backwards within them, with an infinite gradient on rank 0.
-        steps: Steps to take.
+        overflows: Pairs of a step and one of its backwards, in which rank 0 has an infinite
+            gradient.
+        steps: Numbers of the steps, which choose the gradients.
     """
     context.init_process_group()
-    model = Given()
+    model = GivenGradient()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=10**6)
     state = GradientSyncState(
@@ -78,7 +80,7 @@ def train(
 def test_all_backwards_of_a_skipped_step_leave_no_trace(
     pool: RankPool, algorithm: str, part: int
 ) -> None:
-    """The residuals of before the first of them come back."""
+    """Residuals return to their values from before the step's first backward."""
     overflows = [(0, part), (2, part), (3, part)]
     skipped = {step for step, _ in overflows}
     ours, other = pool.run(train, 2, algorithm, overflows, range(STEPS))

@@ -1,4 +1,4 @@
-"""PowerSGD of the state is torch's hook, bit for bit, and its errors survive checkpoints."""
+"""PowerSGD gives the means of torch's own hook, bit for bit, and its state can be saved."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from tests.support.rank_pool import RankContext, RankPool
 
-# Matrices, two of one shape and apart from each other, and vectors, which are not compressed.
-SHAPES = {"first": (40, 30), "bias": (40,), "second": (30, 60), "third": (40, 30), "last": (7,)}
+# Shapes of the parameters. Torch compresses only matrices, and puts those of one shape together.
+# All sizes are multiples of 64 bytes. A resumed run has another order of parameters in its first
+# buckets, which must not change their alignment: some processors would round products differently.
+SHAPES = {"first": (48, 32), "bias": (48,), "second": (32, 64), "third": (48, 32), "last": (16,)}
+# First step that is compressed.
 START = 2
 
 
-class Given(nn.Module):
-    """Parameters whose gradients are the inputs of `forward`."""
+class GivenGradients(nn.Module):
+    """Module whose parameters get the inputs of `forward` as gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,18 +59,18 @@ def train(
     """Return the means of all steps that did not overflow, the saved state, and the warnings.
 
     Args:
-        context: The rank.
+        context: This rank.
         steps: Numbers of the steps, which choose the gradients.
-        options: Options of PowerSGD in our state, or None for torch's hook.
+        options: `codec_options` of `GradientSyncState`; None uses torch's hook.
         plain: Options of torch's hook.
         saved: States of all ranks to continue from.
         accumulate: Backwards of a step, of which the last one synchronises.
         overflows: Steps with an infinite gradient on rank 0.
-        scales: Factors of the loss; None: 1.
-        finds_unused: DDP looks for unused parameters, of which there are none.
+        scales: Factor of the loss in each step; None: always 1.
+        finds_unused: True lets DDP look for unused parameters. There are none.
     """
     context.init_process_group()
-    model = Given()
+    model = GivenGradients()
     wrapped = DistributedDataParallel(model, find_unused_parameters=finds_unused)
     state = None
     with pytest.WarningsRecorder(_ispytest=True) as record:
@@ -128,6 +131,7 @@ def assert_near(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
 
 
+# Options of `GradientSyncState`, and the same ones of torch's hook.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {}),
     "rank": ({"rank": 3}, {"matrix_approximation_rank": 3}),
@@ -159,7 +163,8 @@ def test_means_are_those_of_torchs_hook(pool: RankPool, case: str, accumulate: i
 
 @pytest.mark.parametrize(
     ("case", "step"),
-    # Cold matrices are drawn in the order of the buckets, so those of the first step differ.
+    # Without a warm start, the resumed run draws the matrices of its first step in another order of
+    # the parameters, so it does not continue exactly.
     [
         pytest.param(case, step, marks=[] if step == 4 else pytest.mark.exhaustive)
         for case in CASES
@@ -186,16 +191,19 @@ def test_a_resumed_run_continues(pool: RankPool, case: str, step: int) -> None:
         assert_near(errors, others)
 
 
-def test_torchs_hook_does_not_meet_the_search_for_unused_parameters(pool: RankPool) -> None:
-    """Both sum at the same time, in the same group if the hook has none of its own: gloo then ends
-    the process. Buckets are in another order with the search, and so are the random matrices."""
+def test_powersgd_has_another_group_than_the_search_for_unused_parameters(pool: RankPool) -> None:
+    """Both call all-reduce at the same time. In one group, gloo would end the process.
+
+    The means are not those of a run without the search: it changes the order of the buckets, and so
+    the random matrices.
+    """
     (means, _, _), (others, _, _) = pool.run(
         train, 2, range(12), {"start_step": START}, finds_unused=True
     )
     assert_same(means, others)
 
 
-def test_matrices_of_another_rank_are_dropped(pool: RankPool) -> None:
+def test_saved_matrices_are_dropped_if_the_option_rank_changes(pool: RankPool) -> None:
     saved = [one for _, one, _ in pool.run(train, 2, range(4), {"start_step": START, "rank": 2})]
     options = {"start_step": START, "rank": 4}
     results = pool.run(train, 2, range(4, 7), options, saved=merged(saved))
@@ -205,6 +213,7 @@ def test_matrices_of_another_rank_are_dropped(pool: RankPool) -> None:
 
 
 def unsent(saved: Sequence[bytes], name: str) -> Tensor:
+    """Return the sum of all ranks' errors of a parameter: flat, float64."""
     states = [torch.load(io.BytesIO(one), weights_only=True).get("powersgd") for one in saved]
     zero = torch.zeros(SHAPES[name], dtype=torch.float64).view(-1)
     return sum((s["errors"][name].double() for s in states if s and s["errors"]), zero)
@@ -236,7 +245,8 @@ def test_nothing_is_lost_on_another_number_of_ranks(pool: RankPool, after: int) 
 
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_step_that_overflows_leaves_no_trace(pool: RankPool, step: int) -> None:
-    """Without warm matrices, a step draws new ones, so those of later steps differ."""
+    """Later means may differ from those without the step, which has drawn random matrices. So only
+    the sums of means and errors are checked."""
     options = {"start_step": START}
     ours = pool.run(train, 2, range(7), options, overflows=[step])
     errors = [unsent([saved], "second") for _, saved, _ in ours]
@@ -259,8 +269,13 @@ def test_the_loss_scale_leaves_no_trace(pool: RankPool) -> None:
                 torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
 
 
-class Odd(nn.Module):
-    """Parameters that torch's hook cannot handle."""
+class Unsupported(nn.Module):
+    """Module with parameters that torch's hook cannot handle.
+
+    Args:
+        kind: "scalar" adds a scalar parameter, "sparse" one with sparse gradients, and "buckets" a
+            second matrix, for a second bucket.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -277,13 +292,15 @@ class Odd(nn.Module):
         return self.weight.sum() * self.other.sum()
 
 
-def refuse(context: RankContext, kind: str) -> str:
+def refusal(context: RankContext, kind: str) -> str:
+    """Return the error of training with parameters of a kind; see `Unsupported`."""
     context.init_process_group()
-    model = Odd(kind)
+    model = Unsupported(kind)
     state = GradientSyncState(algorithm="powersgd", codec_options={"start_step": 2})
     state.name_parameters(model.named_parameters())
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.01 if kind == "buckets" else 25)
     wrapped.register_comm_hook(state, compressed_hook)
+    # Several buckets are refused only from the second step on: DDP forms its lasting buckets then.
     for _ in range(2):
         try:
             wrapped().backward()
@@ -302,7 +319,7 @@ def refuse(context: RankContext, kind: str) -> str:
     ],
 )
 def test_what_torchs_hook_cannot_handle_is_refused(pool: RankPool, kind: str, message: str) -> None:
-    for error in pool.run(refuse, 2, kind):
+    for error in pool.run(refusal, 2, kind):
         assert error.startswith(f"ConfigError: {message}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlres.codecs.gradient import RESIDUAL
@@ -28,32 +28,17 @@ from lightning_dlres.gradsync.plan.decision import StepTrial
 from lightning_dlres.gradsync.plan.measured_steps import DriftDetector
 from lightning_dlres.gradsync.profile.measurement import measure_costs
 from tests.gradsync.plan.costs_for_tests import codec_costs, sync_costs
+from tests.support.linear_loss import SHAPES, LinearLoss, random_gradients
 from tests.support.rank_pool import RankContext, RankPool
 
-# Gradients of elements that are random in each step and on each rank.
-SHAPES = {"weight": (70, 300), "bias": (300,), "scalar": ()}
-# Bytes per second of virtual links. With fast ones, torch's all-reduce is best; with slow ones, 8
-# bits per element are.
+# Bytes per second of virtual links. The best algorithm is torch's all-reduce over fast ones, and
+# int8 over slow ones.
 FAST, SLOW = 1e12, 1e6
-# Windows of steps of the detector, so that a drift is seen after step 1 + 2 + 2 (pause) + 2.
+# Settings of the detector of drifts, in steps. It skips 1 step, takes 2 as the reference and pauses
+# for 2; the next 2 are the first ones that may show a drift.
 WINDOW, SKIP, PAUSE = 2, 1, 2
-
-
-class Given(nn.Module):
-    """Parameters whose gradients are the inputs of `forward`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-
-    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        return sum((p * gradients[name]).sum() for name, p in self.named_parameters())  # type: ignore[return-value]
-
-
-def gradients(rank: int, step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+# Bytes whose transfer is the exposed time of each step.
+EXPOSED_BYTES = 1e6
 
 
 @dataclass
@@ -61,11 +46,11 @@ class VirtualNetwork:
     """Links whose speed depends on the step.
 
     Attributes:
-        speeds: Bytes per second from some step on.
+        speeds: Bytes per second, by the first step with that speed; in ascending order of steps.
         ranks: Number of ranks.
-        codec_seconds: Seconds of an element in each task of a codec.
-        also_measures: True also measures and tries the real network, whose speed is ignored.
-        step: Current step.
+        codec_seconds: Seconds per element of each compute task of a codec.
+        also_measures: True also measures and tries the real network, and ignores the result.
+        step: Current step; the test sets it.
         measured: Steps in which the network was measured.
     """
 
@@ -78,6 +63,7 @@ class VirtualNetwork:
 
     @property
     def speed(self) -> float:
+        """Bytes per second in the current step."""
         return [speed for first, speed in self.speeds.items() if first <= self.step][-1]
 
     def measure(self, *args: Any, **options: Any) -> SyncCosts:
@@ -86,7 +72,8 @@ class VirtualNetwork:
         if self.also_measures:
             measure_costs(*args, **options)
         codecs = {name: codec_costs(1e-6, *[self.codec_seconds] * 3) for name in args[1]}
-        # Slower than our own tasks without compression.
+        # Slower than our own tasks without compression, so that "raw" is best over slow links if
+        # codecs are slow as well.
         reduce = LinearCost(fixed_seconds=1e-6, seconds_per_item=2 / self.speed)
         speeds = (self.speed,) * self.ranks
         return sync_costs(speeds, codecs, message_seconds=1e-6, all_reduce=reduce)
@@ -99,12 +86,13 @@ class VirtualNetwork:
 
     @contextmanager
     def replacing_the_real_one(self) -> Iterator[None]:
-        """Context manager that gives measurements and watches the virtual times."""
+        """Context manager in which measurements and drift watches see only this network."""
         network = self
 
         class VirtualWatch(DriftWatch):
             def add(self, exposed_seconds: float, step_seconds: float) -> None:
-                exposed = 1e6 / network.speed
+                exposed = EXPOSED_BYTES / network.speed
+                # A backward takes 1 s in every step.
                 super().add(exposed, 1.0 + exposed)
 
         detector = functools.partial(DriftDetector, window=WINDOW, skip=SKIP)
@@ -123,7 +111,7 @@ class Run:
 
     Attributes:
         means: Means of each step that the optimizer took.
-        changes: First steps, plans before and plans after, of all changes.
+        changes: First step, plan before and plan after of each change.
         measured: Steps in which the network was measured.
         state: The state's checkpoint at the end.
     """
@@ -146,10 +134,22 @@ def train(
     overflows: Sequence[int] = (),
     resume: Sequence[dict[str, Any]] | None = None,
 ) -> Run:
-    """Train over a virtual network. In steps that overflow, a gradient of rank 0 is infinite."""
+    """Train over a virtual network.
+
+    Args:
+        context: This rank.
+        speeds: Speeds of the network; see `VirtualNetwork`.
+        steps: Number of steps.
+        options: Options of the hook's state.
+        codec_seconds: See `VirtualNetwork`.
+        also_measures: See `VirtualNetwork`.
+        accumulate: Backwards of a step, of which the last one synchronises.
+        overflows: Steps with an infinite gradient on rank 0, which are undone.
+        resume: States of all ranks to continue from.
+    """
     context.init_process_group()
     network = VirtualNetwork(speeds, context.world_size, codec_seconds, also_measures)
-    model = Given()
+    model = LinearLoss()
     with network.replacing_the_real_one():
         chosen = {"coordinator": "none", "min_bytes": 0, **(options or {})}
         state = GradientSyncState(keeps_previous=bool(overflows), **chosen)
@@ -163,7 +163,7 @@ def train(
             network.step = step
             model.zero_grad()
             for part in range(accumulate):
-                values = gradients(context.rank, step * accumulate + part)
+                values = random_gradients(context.rank, step * accumulate + part)
                 if step in overflows and context.rank == 0:
                     values["weight"][3, 3] = math.inf
                 wrapped.require_backward_grad_sync = part == accumulate - 1
@@ -179,7 +179,7 @@ def train(
 
 
 def unsent(runs: Sequence[Run], name: str) -> Tensor:
-    """Return the sum of what all ranks have not sent."""
+    """Return the sum of all ranks' saved residuals of a parameter: flat, float64."""
     total = torch.zeros(SHAPES[name], dtype=torch.float64).view(-1)
     for run in runs:
         for entry in run.state.get("units", []):
@@ -189,13 +189,21 @@ def unsent(runs: Sequence[Run], name: str) -> Tensor:
 
 
 def assert_nothing_is_lost(runs: Sequence[Run], steps: Sequence[int]) -> None:
-    """Check the means and residuals against the gradients, and the means of all ranks."""
+    """Assert that all ranks have the same means, and that nothing is missing in them but residuals.
+
+    Args:
+        runs: Results of all ranks.
+        steps: Numbers that chose the gradients: those of the steps, or of all accumulated
+            backwards.
+    """
     for run in runs[1:]:
         for one, other in zip(runs[0].means, run.means, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in SHAPES)
     for name in SHAPES:
         given = sum(
-            gradients(rank, step)[name].double() for step in steps for rank in range(len(runs))
+            random_gradients(rank, step)[name].double()
+            for step in steps
+            for rank in range(len(runs))
         )
         got = len(runs) * sum(means[name].double() for means in runs[0].means)
         got = got.view(-1) + unsent(runs, name)
@@ -208,11 +216,11 @@ def test_a_link_of_another_speed_changes_the_plan_once(
     pool: RankPool, ranks: int, before: float, after: float
 ) -> None:
     runs = pool.run(train, ranks, {0: before, 6: after}, 20)
-    names = ["none", "int8 (ps)"] if before == FAST else ["int8 (ps)", "none"]
+    algorithms = ["none", "int8"] if before == FAST else ["int8", "none"]
     for run in runs:
         assert run.changes == runs[0].changes
         ((step, *plans),) = run.changes
-        assert [plan.split(" ")[0] for plan in plans] == [name.split(" ")[0] for name in names]
+        assert [plan.split(" ")[0] for plan in plans] == algorithms
         assert step > 6
         assert run.measured == [0, step]
     assert_nothing_is_lost(runs, range(20))
@@ -245,8 +253,9 @@ def test_constant_times_or_a_fixed_plan_are_never_measured_again(
 
 
 def test_training_with_changes_between_uncompressed_plans_is_that_of_ddp(pool: RankPool) -> None:
-    """Two ranks add in one order only, whatever the plan."""
+    """A sum of two gradients has one order only, so the means are equal bit for bit."""
     speeds = {0: FAST, 6: SLOW, 12: FAST}
+    # At a second per element, no codec is worth its time.
     runs = pool.run(train, 2, speeds, 24, codec_seconds=1.0)
     changes = [(before.split(" ")[0], after.split(" ")[0]) for _, before, after in runs[0].changes]
     assert changes == [("none", "raw"), ("raw", "none")]
@@ -268,7 +277,7 @@ def test_accumulated_gradients_survive_a_change(
 def test_a_step_that_overflows_in_a_change_loses_nothing(
     pool: RankPool, before: float, after: float
 ) -> None:
-    """What the new plan's states cannot take is sent again with the next step, or saved."""
+    """Residuals that fit no state of the new plan go into the next step, or into the checkpoint."""
     speeds = {0: before, 6: after}
     change = pool.run(train, 2, speeds, 12)[0].changes[0][0]
     skipped = [change - 1, change, change + 1]

@@ -8,6 +8,7 @@ from lightning_dlres.codecs.gradient import GradientCodec, gradient_codec
 from lightning_dlres.gradsync.plan.costs import CodecCosts, LinearCost, LinkCosts, SyncCosts
 from lightning_dlres.gradsync.plan.plan import RAW
 
+# Cost of a task that takes no time.
 FREE = LinearCost(fixed_seconds=0.0, seconds_per_item=0.0)
 
 
@@ -16,7 +17,8 @@ def codecs_by_name(*names: str) -> dict[str, GradientCodec]:
 
 
 def codec_costs(fixed: float, encode: float, merge: float, decode: float) -> CodecCosts:
-    """Return costs with one fixed time, and times of an element."""
+    """Return the costs of a codec: `fixed` seconds for each task, and seconds per element of each
+    kind of task."""
     return CodecCosts(
         encode=LinearCost(fixed_seconds=fixed, seconds_per_item=encode),
         merge=LinearCost(fixed_seconds=fixed, seconds_per_item=merge),
@@ -33,7 +35,17 @@ def sync_costs(
     incast_share: float = 1.0,
     all_reduce: LinearCost | None = None,
 ) -> SyncCosts:
-    """Return costs; torch's all-reduce uses the slowest link as a ring does."""
+    """Return the costs of ranks with these links.
+
+    Args:
+        bandwidths: Bytes per second of each rank's link, in each direction.
+        codecs: Costs of codecs by name, besides those of uncompressed gradients.
+        message_seconds: See `LinkCosts`.
+        latency_seconds: See `LinkCosts`.
+        incast_share: See `LinkCosts`.
+        all_reduce: Cost of torch's all-reduce, by bytes. None: that of a ring over the slowest
+            link.
+    """
     ranks = len(bandwidths)
     ring = LinearCost(
         fixed_seconds=message_seconds,

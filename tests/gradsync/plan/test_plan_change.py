@@ -1,11 +1,11 @@
-"""A plan changes only if the new one gains more than measurements differ."""
+"""A plan changes only if the new one gains more than the noise of measurements."""
 
 from __future__ import annotations
 
 import pytest
 
 from lightning_dlres.gradsync.plan.cost_model import MARGIN, decide
-from lightning_dlres.gradsync.plan.costs import LinearCost
+from lightning_dlres.gradsync.plan.costs import LinearCost, SyncCosts
 from lightning_dlres.gradsync.plan.decision import StepTrial, SyncDecision
 from lightning_dlres.gradsync.plan.plan import SyncPlan
 from lightning_dlres.gradsync.plan.plan_change import PlanChange, change_of_plan
@@ -15,14 +15,26 @@ from tests.gradsync.plan.costs_for_tests import codec_costs, codecs_by_name, syn
 
 GRADIENTS = [GradientSpec(name="weight", count=1 << 20), GradientSpec(name="bias", count=100)]
 CODECS = codecs_by_name("int8", "fp16")
+# Bytes per second of the links. The best algorithm is int8 over slow ones, and torch's all-reduce
+# over fast ones.
+SLOW, FAST = 1e6, 1e15
+
+
+def costs(speed: float, all_reduce: LinearCost | None = None) -> SyncCosts:
+    codecs = {name: codec_costs(1e-6, 1e-10, 1e-10, 1e-10) for name in CODECS}
+    return sync_costs([speed] * 3, codecs, all_reduce=all_reduce)
 
 
 def change(speed: float, algorithm: str, plan: SyncPlan | None, factor: float) -> PlanChange | None:
-    """Return the change at a speed of the links if the step takes `factor` times the best one."""
-    costs = sync_costs(
-        [speed] * 3, {name: codec_costs(1e-6, 1e-10, 1e-10, 1e-10) for name in CODECS}
-    )
-    decision = decide(GRADIENTS, costs, CODECS)
+    """Return the change to the best plan; None if it does not pay.
+
+    Args:
+        speed: Bytes per second of the links, now.
+        algorithm: Current algorithm.
+        plan: Current plan; None for torch's all-reduce.
+        factor: Predicted step of the current plan, over that of the best one.
+    """
+    decision = decide(GRADIENTS, costs(speed), CODECS)
     seconds = decision.prediction.step_seconds * factor
     current = StepPrediction(
         compute_seconds=0.0,
@@ -35,33 +47,31 @@ def change(speed: float, algorithm: str, plan: SyncPlan | None, factor: float) -
 
 
 def test_a_less_precise_algorithm_must_gain_the_margin() -> None:
-    assert change(1e6, "none", None, 1 + MARGIN / 2) is None
-    found = change(1e6, "none", None, 2.0)
-    assert found is not None
-    assert (found.step, found.before) == (7, "none")
-    assert found.after.startswith("int8 (")
-    assert found.before_seconds == pytest.approx(2 * found.after_seconds)
-    assert found.line().startswith(
-        f"gradient synchronisation: none became {found.after} at step 7, because the steps have"
+    assert change(SLOW, "none", None, 1 + MARGIN / 2) is None
+    to_int8 = change(SLOW, "none", None, 2.0)
+    assert to_int8 is not None
+    assert (to_int8.step, to_int8.before) == (7, "none")
+    assert to_int8.after.startswith("int8 (")
+    assert to_int8.before_seconds == pytest.approx(2 * to_int8.after_seconds)
+    assert to_int8.line().startswith(
+        f"gradient synchronisation: none became {to_int8.after} at step 7, because the steps have"
     )
 
 
 def test_a_more_precise_algorithm_need_only_be_as_fast() -> None:
-    costs = sync_costs([1e6] * 3, {name: codec_costs(1e-6, 1e-10, 1e-10, 1e-10) for name in CODECS})
-    plan = decide(GRADIENTS, costs, CODECS).plan
-    found = change(1e15, "int8", plan, 1.0)
-    assert found is not None
-    assert found.after == "none"
-    assert change(1e15, "int8", plan, 0.99) is None
+    plan = decide(GRADIENTS, costs(SLOW), CODECS).plan
+    to_all_reduce = change(FAST, "int8", plan, 1.0)
+    assert to_all_reduce is not None
+    assert to_all_reduce.after == "none"
+    assert change(FAST, "int8", plan, 0.99) is None
 
 
 def decision_with_gain(gain: float) -> SyncDecision:
     """Return a decision whose plan is predicted to gain a factor over torch's all-reduce."""
-    codecs = {name: codec_costs(1e-6, 1e-10, 1e-10, 1e-10) for name in CODECS}
-    best = decide(GRADIENTS, sync_costs([1e6] * 3, codecs), CODECS, algorithms=["int8"])
+    best = decide(GRADIENTS, costs(SLOW), CODECS, algorithms=["int8"])
     seconds = gain * best.prediction.step_seconds
     reduce = LinearCost(fixed_seconds=seconds, seconds_per_item=0.0)
-    return decide(GRADIENTS, sync_costs([1e6] * 3, codecs, all_reduce=reduce), CODECS)
+    return decide(GRADIENTS, costs(SLOW, reduce), CODECS)
 
 
 @pytest.mark.parametrize(("gain", "is_tried"), [(0.9, False), (1.2, True), (1.9, True), (3, False)])
@@ -73,9 +83,7 @@ def test_a_small_gain_needs_a_trial(gain: float, is_tried: bool) -> None:
 
 @pytest.mark.parametrize("algorithms", [["int8"], ["raw"]])
 def test_a_named_algorithm_needs_no_trial(algorithms: list[str]) -> None:
-    codecs = {name: codec_costs(1e-6, 1e-10, 1e-10, 1e-10) for name in CODECS}
-    costs = sync_costs([1e6] * 3, codecs)
-    assert not decide(GRADIENTS, costs, CODECS, algorithms=algorithms).needs_trial
+    assert not decide(GRADIENTS, costs(SLOW), CODECS, algorithms=algorithms).needs_trial
 
 
 @pytest.mark.parametrize("plan_seconds", [0.94, 0.96, 2.0])
@@ -95,39 +103,36 @@ def test_a_lost_trial_ends_a_plan_that_is_predicted_to_be_faster() -> None:
     """The prediction was wrong for the new plan, so it is no reason to keep the current one."""
     lost = decision_with_gain(1.2)
     trial = StepTrial(plan_seconds=2.0, all_reduce_seconds=1.0)
-    current = decide(
-        GRADIENTS,
-        sync_costs([1e6] * 3, {name: codec_costs(1e-6, 1e-10, 1e-10, 1e-10) for name in CODECS}),
-        CODECS,
-        algorithms=["fp16"],
-    )
-    found = change_of_plan(
+    current = decide(GRADIENTS, costs(SLOW), CODECS, algorithms=["fp16"])
+    to_all_reduce = change_of_plan(
         7, "fp16", current.plan, current.prediction, lost.after_trial(trial, MARGIN), CODECS
     )
-    assert found is not None
-    assert (found.after, found.before_seconds, found.after_seconds) == ("none", 2.0, 1.0)
+    assert to_all_reduce is not None
+    assert to_all_reduce.after == "none"
+    assert (to_all_reduce.before_seconds, to_all_reduce.after_seconds) == (2.0, 1.0)
 
 
 def test_the_same_plan_is_no_change() -> None:
-    costs = sync_costs([1e6] * 3, {name: codec_costs(1e-6, 1e-10, 1e-10, 1e-10) for name in CODECS})
-    assert change(1e6, "int8", decide(GRADIENTS, costs, CODECS).plan, 5.0) is None
+    plan = decide(GRADIENTS, costs(SLOW), CODECS).plan
+    assert change(SLOW, "int8", plan, 5.0) is None
 
 
-def test_other_owners_are_named() -> None:
-    one = PlanChange(
+def test_the_line_of_a_change_within_an_algorithm_says_what_changed() -> None:
+    within_int8 = PlanChange(
         step=3, before="int8 (ps)", after="int8 (ps)", before_seconds=0.5, after_seconds=0.1
     )
-    assert one.line() == (
+    assert within_int8.line() == (
         "gradient synchronisation: int8 (ps) has other partitions or owners at step 3, because the "
         "steps have drifted: 100 ms expected, 500 ms without the change"
     )
 
 
-def test_the_current_plan_is_predicted_with_new_costs() -> None:
-    codecs = {name: codec_costs(1e-6, 1e-10, 1e-10, 1e-10) for name in CODECS}
-    reduce = LinearCost(fixed_seconds=0.0, seconds_per_item=1e-3)
-    costs = sync_costs([1e6] * 3, codecs, all_reduce=reduce)
-    decision = decide(GRADIENTS, costs, CODECS)
+def test_a_plan_is_predicted_as_in_the_decision_for_it() -> None:
+    """Otherwise the comparison of the current plan with a new one would favour one of them."""
+    # So slow that the decision is for a plan of tasks.
+    all_reduce = LinearCost(fixed_seconds=0.0, seconds_per_item=1e-3)
+    measured = costs(SLOW, all_reduce)
+    decision = decide(GRADIENTS, measured, CODECS)
     assert decision.plan is not None
-    predicted = StepPredictor(costs, CODECS).predict_plan(decision.plan)
+    predicted = StepPredictor(measured, CODECS).predict_plan(decision.plan)
     assert predicted.step_seconds == pytest.approx(decision.prediction.step_seconds)

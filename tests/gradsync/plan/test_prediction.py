@@ -23,10 +23,11 @@ COSTS = {
 TOPOLOGIES = ["ps", "ring"]
 
 
-def slow_loads(
+def counted_loads(
     plan: SyncPlan, costs: SyncCosts, codecs: dict[str, GradientCodec]
 ) -> tuple[float, float]:
-    """Return the busiest rank's compute seconds and the busiest direction's transfer seconds."""
+    """Return the compute seconds of the busiest rank, and the transfer seconds of the busiest
+    direction of a link, added task by task."""
     compute, out, into = ([0.0] * plan.world_size for _ in range(3))
     for unit in plan.units:
         cost, raw = costs.codecs[unit.codec], costs.codecs[RAW]
@@ -61,14 +62,17 @@ def slow_loads(
     st.integers(1, 4),
 )
 def test_loads_are_those_of_the_graphs(
-    gradients: list[tuple[int, str]], bandwidths: list[float], name: str, partitions: int
+    gradients: list[tuple[int, str]], bandwidths: list[float], topology_name: str, partitions: int
 ) -> None:
+    """Gradients are pairs of a number of elements and a codec."""
     specs = [GradientSpec(name=str(i), count=count) for i, (count, _) in enumerate(gradients)]
     choices = [CodecChoice(codec=codec, partitions=partitions) for _, codec in gradients]
-    plan = make_plan(specs, choices, world_size=len(bandwidths), topology=name, alignment=4096)
+    plan = make_plan(
+        specs, choices, world_size=len(bandwidths), topology=topology_name, alignment=4096
+    )
     costs = sync_costs(bandwidths, COSTS)
     prediction = StepPredictor(costs, CODECS).predict_plan(plan)
-    compute, transfer = slow_loads(plan, costs, CODECS)
+    compute, transfer = counted_loads(plan, costs, CODECS)
     assert prediction.compute_seconds == pytest.approx(compute)
     assert prediction.transfer_seconds == pytest.approx(transfer)
     assert prediction.step_seconds == prediction.sync_seconds
@@ -79,9 +83,10 @@ def test_loads_are_those_of_the_graphs(
 def test_the_critical_path_of_a_parameter_server(ranks: int) -> None:
     links = LinkCosts(message_seconds=1.0, bandwidths=(10.0,) * ranks, latency_seconds=0.5)
     unit = UnitCosts(encode=7.0, merge=2.0, own_merge=1.0, decode=3.0, nbytes=50.0)
-    # Each message takes 6 s. The owner merges one while the next one is on its way.
-    sums_sent = 7 + 6 * (ranks - 1) + 0.5 + 2 + 7
-    expected = sums_sent + 6 * (ranks - 1) + 0.5 + 3
+    # Each message takes 6 s: 1 s, and 50 bytes at 10 bytes per second. The owner merges its own
+    # gradient while the others encode theirs, and each message while the next one is on its way.
+    sum_is_encoded = 7 + 6 * (ranks - 1) + 0.5 + 2 + 7
+    expected = sum_is_encoded + 6 * (ranks - 1) + 0.5 + 3
     assert lone_unit_seconds(topology("ps"), 0, unit, links) == pytest.approx(expected)
 
 
@@ -90,7 +95,9 @@ def test_the_critical_path_of_a_parameter_server(ranks: int) -> None:
 def test_the_critical_path_of_a_ring(ranks: int, owner: int) -> None:
     links = LinkCosts(message_seconds=1.0, bandwidths=(10.0,) * ranks, latency_seconds=0.5)
     unit = UnitCosts(encode=7.0, merge=2.0, own_merge=1.0, decode=3.0, nbytes=50.0)
-    hop = 6.5
+    # Each rank but the first one waits for a message of 6 s and its latency, merges it and its own
+    # gradient, and encodes the sum.
+    hop = 6 + 0.5
     expected = 7 + (ranks - 1) * (hop + 2 + 1 + 7) + (ranks - 1) * hop + 3
     assert lone_unit_seconds(topology("ring"), owner, unit, links) == pytest.approx(expected)
 
@@ -101,16 +108,17 @@ def test_a_message_moves_at_the_speed_of_the_slower_link() -> None:
     assert lone_unit_seconds(topology("ps"), 0, unit, links) == pytest.approx(10.0)
 
 
-def plan_of(counts: list[int], ranks: int, name: str = "ps") -> SyncPlan:
+def plan_of(counts: list[int], ranks: int, topology_name: str = "ps") -> SyncPlan:
+    """Return a plan of uncut gradients with codec "tbq"."""
     specs = [GradientSpec(name=str(i), count=count) for i, count in enumerate(counts)]
     choices = [CodecChoice(codec="tbq", partitions=1)] * len(counts)
-    return make_plan(specs, choices, world_size=ranks, topology=name, alignment=4096)
+    return make_plan(specs, choices, world_size=ranks, topology=topology_name, alignment=4096)
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_few_units_take_as_long_as_their_critical_path(name: str) -> None:
+@pytest.mark.parametrize("topology_name", TOPOLOGIES)
+def test_a_single_unit_takes_as_long_as_its_critical_path(topology_name: str) -> None:
     costs = sync_costs([25e6] * 4, COSTS)
-    plan = plan_of([1_000_000], 4, name)
+    plan = plan_of([1_000_000], 4, topology_name)
     prediction = StepPredictor(costs, CODECS).predict_plan(plan)
     tbq = COSTS["tbq"]
     unit = UnitCosts(
@@ -120,27 +128,27 @@ def test_few_units_take_as_long_as_their_critical_path(name: str) -> None:
         decode=tbq.decode.seconds(1_000_000),
         nbytes=CODECS["tbq"].payload_bytes(1_000_000),
     )
-    path = lone_unit_seconds(topology(name), plan.units[0].owner, unit, costs.links)
+    path = lone_unit_seconds(topology(topology_name), plan.units[0].owner, unit, costs.links)
     assert prediction.sync_seconds == pytest.approx(path)
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(2, "ps"), (4, "ps"), (4, "ring")])
+@pytest.mark.parametrize(("ranks", "topology_name"), [(2, "ps"), (4, "ps"), (4, "ring")])
 @pytest.mark.parametrize("is_coordinated", [True, False])
 def test_only_a_rank_with_several_senders_loses_bandwidth(
-    ranks: int, name: str, is_coordinated: bool
+    ranks: int, topology_name: str, is_coordinated: bool
 ) -> None:
-    free, incast = (
+    without_loss, with_loss = (
         StepPredictor(
-            sync_costs([25e6] * ranks, COSTS, message_seconds=0.0, incast_share=part),
+            sync_costs([25e6] * ranks, COSTS, message_seconds=0.0, incast_share=share),
             CODECS,
             is_coordinated=is_coordinated,
-        ).predict_plan(plan_of([100_000] * 8, ranks, name))
-        for part in (1.0, 0.5)
+        ).predict_plan(plan_of([100_000] * 8, ranks, topology_name))
+        for share in (1.0, 0.5)
     )
-    is_slower = ranks > 2 and name == "ps" and not is_coordinated
+    is_slower = ranks > 2 and topology_name == "ps" and not is_coordinated
     factor = 2 if is_slower else 1
-    assert incast.transfer_seconds == pytest.approx(factor * free.transfer_seconds)
-    assert incast.compute_seconds == free.compute_seconds
+    assert with_loss.transfer_seconds == pytest.approx(factor * without_loss.transfer_seconds)
+    assert with_loss.compute_seconds == without_loss.compute_seconds
 
 
 def test_backward_hides_all_but_the_last_bucket() -> None:

@@ -25,7 +25,7 @@ BATCH = 4
 
 
 class Numbers(Dataset[tuple[Tensor, int]]):
-    """Samples that know their number."""
+    """Dataset of pairs of a random sample and its number."""
 
     def __init__(self, count: int) -> None:
         self.x = torch.randn(count, 6, generator=torch.Generator().manual_seed(1))
@@ -38,11 +38,14 @@ class Numbers(Dataset[tuple[Tensor, int]]):
 
 
 class Model(LightningModule):
-    """Network that notes the samples of each step, by epoch.
+    """Network that records the samples of each step.
 
     Args:
-        seconds: Seconds of each sample.
+        seconds: Time that each sample takes on this rank.
         has_momentum: Train with OneBitAdam in the place of SGD.
+
+    Attributes:
+        seen: Numbers of the samples, by epoch and step.
     """
 
     def __init__(self, seconds: float, has_momentum: bool = False) -> None:
@@ -73,7 +76,16 @@ def fit(
     workers: int = 0,
     has_momentum: bool = False,
 ) -> tuple[dict[str, Tensor], list[list[list[int]]]]:
-    """Return the weights, and the numbers of this rank's samples by epoch and step."""
+    """Return the weights, and the numbers of this rank's samples by epoch and step.
+
+    Args:
+        context: This rank.
+        shares: `share_samples` of the strategy.
+        samples: Number of samples.
+        seconds: Time that each sample takes, by rank.
+        drop_last: See DataLoader.
+        workers: Worker processes of each DataLoader.
+    """
     seed_everything(3, verbose=False)
     model = Model(seconds[context.rank], has_momentum)
     trainer = Trainer(
@@ -107,6 +119,7 @@ def test_given_shares_train_on_the_global_batches(
         for step, start in enumerate(range(0, stop, size)):
             batch = order[start : min(start + size, stop)]
             parts = [rank[1][epoch][step] for rank in ranks]
+            # A rank without a sample in the last batch repeats its batch before, with weight 0.
             if len(batch) >= 3:
                 assert [n for part in parts for n in part] == batch
             if len(batch) == size:
@@ -128,6 +141,7 @@ def test_slow_ranks_get_fewer_samples(pool: RankPool, workers: int, has_momentum
     for epoch in range(2):
         seen = sorted(n for _, steps in ranks for step in steps[epoch] for n in step)
         assert set(seen) == set(range(samples))
+    # A full batch near the end, when the ranks have measured their speeds.
     fast, slow = (steps[1][-3] for _, steps in ranks)
     assert len(fast) + len(slow) == 2 * BATCH
     assert len(fast) > len(slow)
@@ -141,6 +155,7 @@ def test_all_samples_are_given_out(shares: list[float], count: int) -> None:
     counts = SampleShares(shares).divide(0, count)
     assert sum(counts) == count
     assert min(counts) >= (1 if count >= len(shares) else 0)
+    # In smaller batches, a rank whose share rounds to 0 gets a sample of another rank.
     if count >= len(shares) / min(s / sum(shares) for s in shares):
         exact = [count * share / sum(shares) for share in shares]
         assert all(abs(n - e) <= 1 for n, e in zip(counts, exact, strict=True))
@@ -154,16 +169,17 @@ def test_new_shares_apply_from_their_batch_on() -> None:
     assert shares.divide(0, 8) == [2, 6]
 
 
-class Endless(IterableDataset[Tensor]):
-    """Dataset without samples that can be shared out."""
+class Streamed(IterableDataset[Tensor]):
+    """Iterable-style dataset, whose samples cannot be shared out."""
 
     def __iter__(self) -> Any:
         return iter([torch.zeros(6)])
 
 
 def refusals(context: RankContext) -> list[str]:
+    """Return the errors of bad shares, and of a dataset without a length."""
     messages = []
-    for shares, dataset in (([1.0], Numbers(8)), ("speed", Endless())):
+    for shares, dataset in (([1.0], Numbers(8)), ("speed", Streamed())):
         trainer = Trainer(
             strategy=CompressedDDPStrategy(algorithm="raw", topology="ps", share_samples=shares),
             accelerator="cpu",
@@ -186,7 +202,7 @@ def test_what_cannot_be_shared_out_is_refused(pool: RankPool) -> None:
         assert messages[1].startswith(
             "the training loader must be a DataLoader with batch_size and a map-style dataset, "
             "whose sampler Lightning distributes, if share_samples is set, got 'the iterable-style "
-            "dataset Endless'. Use"
+            "dataset Streamed'. Use"
         )
 
 

@@ -20,7 +20,10 @@ LOW_RANK = {"algorithm": "powersgd", "codec_options": {"rank": 1, "start_step": 
 def fit_over_a_virtual_network(
     context: RankContext, speeds: dict[int, float], codec_seconds: float, options: dict[str, Any]
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the weights, and the lines that were printed about the plan."""
+    """Return the weights, and the printed lines about changes of the plan.
+
+    For `speeds` and `codec_seconds` see `VirtualNetwork`; `options` are the strategy's.
+    """
     network = VirtualNetwork(speeds, context.world_size, codec_seconds)
     lines: list[str] = []
     step = Regression.training_step
@@ -37,8 +40,9 @@ def fit_over_a_virtual_network(
 
 
 def test_a_plan_that_changes_trains_as_ddp_and_is_printed_once(pool: RankPool) -> None:
-    """Uncompressed gradients of two ranks are added in one order only, whatever the plan."""
+    """A sum of two gradients has one order only, so the weights are equal bit for bit."""
     speeds = {0: FAST, 6: SLOW}
+    # At a second per element, no codec is worth its time.
     ranks = pool.run(fit_over_a_virtual_network, 2, speeds, 1.0, AUTO)
     plain = pool.run(fit, 2, None, max_epochs=2)
     for (weights, lines), expected in zip(ranks, plain, strict=True):
@@ -48,7 +52,7 @@ def test_a_plan_that_changes_trains_as_ddp_and_is_printed_once(pool: RankPool) -
 
 
 def test_powersgd_trains_near_ddp_and_resumes_exactly(pool: RankPool, tmp_path: Path) -> None:
-    # The checkpoint of step 8 is one between two epochs.
+    # An epoch has 8 steps, so the checkpoint of step 8 is between two epochs.
     options: dict[str, Any] = {"counts": (32, 32), "max_steps": 16}
     plain = pool.run(fit, 2, None, **options)
     whole = pool.run(fit, 2, LOW_RANK, directory=str(tmp_path), **options)
@@ -60,6 +64,7 @@ def test_powersgd_trains_near_ddp_and_resumes_exactly(pool: RankPool, tmp_path: 
     resumed = pool.run(fit, 2, LOW_RANK, resume=path, **options)
     for one in resumed:
         assert equal(one["weights"], whole[0]["weights"])
+    # DDPStrategy can continue from the checkpoint, too, without the errors.
     pool.run(fit, 2, None, resume=path, **options)
 
 

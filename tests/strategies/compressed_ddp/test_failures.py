@@ -23,7 +23,15 @@ PLACES = ("log", "barrier", "gather", "decision", "validation", "collective", "b
 
 
 class Failing(LightningModule):
-    """A layer whose third step raises on some ranks, before others wait for them at a place."""
+    """Layer whose training raises on some ranks at a place where the other ranks wait for them.
+
+    It raises in the third training step, or in the first validation step.
+
+    Args:
+        ranks: Ranks that raise.
+        place: One of `PLACES`.
+        has_onebit: True trains with OneBitAdam.
+    """
 
     def __init__(self, ranks: tuple[int, ...], place: str, *, has_onebit: bool = False) -> None:
         super().__init__()
@@ -31,7 +39,7 @@ class Failing(LightningModule):
         self.layer = nn.Linear(4, 16)
         self._ranks, self._place, self._has_onebit = ranks, place, has_onebit
 
-    def _meet(self) -> None:
+    def _raise_or_wait(self) -> None:
         if self.global_rank in self._ranks:
             raise ValueError("the user's own error")
         if self._place == "barrier":
@@ -46,13 +54,13 @@ class Failing(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.layer(batch[0]).square().mean()
         if batch_idx == 2 and self._place != "validation":
-            self._meet()
+            self._raise_or_wait()
         self.log("loss", loss, sync_dist=self._place == "log")
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self._place == "validation":
-            self._meet()
+            self._raise_or_wait()
         self.log("error", self.layer(batch[0]).mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
@@ -91,7 +99,7 @@ def fail(
         one.name for one in set(threading.enumerate()) - before if one.name.startswith(names)
     ]
     if algorithm == "none" and error.startswith("ValueError"):
-        # A script would end now, and so its connections.
+        # Close the connections, as the end of a script would. The waiting rank notices only that.
         del trainer
         gc.collect()
         torch.distributed.destroy_process_group()

@@ -24,7 +24,7 @@ from tests.support.rank_pool import RankContext, RankPool
 
 
 class Model(Regression):
-    """The small network, with an optimizer of its own."""
+    """The small network with OneBitAdam, or with AdamW if `freeze_step` is None."""
 
     def __init__(self, freeze_step: int | None) -> None:
         super().__init__()
@@ -48,7 +48,15 @@ def fit(
     resume: str | None = None,
     epochs: int = 2,
 ) -> dict[str, Tensor]:
-    """Train for some epochs of `24 / ranks` steps; save checkpoints after each."""
+    """Return the weights after some epochs of `24 / ranks` steps.
+
+    Args:
+        context: This rank.
+        freeze_step: Option of OneBitAdam; None trains with AdamW.
+        directory: Directory for a checkpoint of each epoch.
+        resume: Checkpoint to continue from.
+        epochs: Number of epochs.
+    """
     seed_everything(5, verbose=False)
     model = Model(freeze_step)
     callbacks = []
@@ -85,10 +93,10 @@ def test_ranks_agree_after_the_warm_up(pool: RankPool) -> None:
 def test_a_resumed_run_continues_exactly(
     pool: RankPool, world_size: int, freeze_step: int, tmp_path: Path
 ) -> None:
-    """With the variance frozen before the checkpoint, or after it.
+    """The variance is frozen before the checkpoint, or after it.
 
-    In the warm-up, more than two ranks would add in another order: DistributedDataParallel has
-    other buckets in the first step.
+    A resumed warm-up is exact with two ranks only. The first step has other buckets, in which more
+    ranks would add in another order.
     """
     whole = pool.run(fit, world_size, freeze_step, str(tmp_path))
     resumed = pool.run(fit, world_size, freeze_step, None, str(tmp_path / "epoch=0.ckpt"))

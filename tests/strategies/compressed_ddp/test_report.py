@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.support.models import QUIET
 from tests.support.rank_pool import RankContext, RankPool
 
 STEPS = 6
-# Figures without tasks, and those of tasks.
+# Logged figures of every run, and those of runs whose gradients are synchronised by tasks.
 EXPOSED = {"gradient_sync/exposed_ms"}
 TASKS = {
     f"gradient_sync/{name}"
@@ -66,6 +67,19 @@ def fit(
     manual: bool = False,
     **trainer_options: Any,
 ) -> dict[str, Any]:
+    """Train with a report and a logger; return what this rank knows of the run.
+
+    Args:
+        context: This rank.
+        directory: Directory of the logs, with the report in the folder "report".
+        options: Arguments of the strategy.
+        manual: True trains with manual optimization.
+        trainer_options: Further arguments of the Trainer.
+
+    Returns:
+        The plan, the report's line, the names of the callback metrics, the names of the main
+        thread's spans, and the threads of all spans.
+    """
     strategy = CompressedDDPStrategy(**{"topology": "ps", "timeout": 30.0, **options})
     report = ResourceReport(Path(directory) / "report")
     trainer = Trainer(
@@ -112,12 +126,12 @@ def planned_bytes(plan: SyncPlan, rank: int, kind: TaskKind) -> int:
     return total
 
 
-@pytest.mark.parametrize("shape", ["ps", "ring"])
+@pytest.mark.parametrize("topology_name", ["ps", "ring"])
 def test_a_run_has_its_figures_in_the_loggers_and_in_the_report(
-    pool: RankPool, tmp_path: Path, shape: str
+    pool: RankPool, tmp_path: Path, topology_name: str
 ) -> None:
     # Only the last bias, of 8 elements, is not compressed.
-    options = {"algorithm": "tbq", "topology": shape, "min_bytes": 1024}
+    options = {"algorithm": "tbq", "topology": topology_name, "min_bytes": 1024}
     ranks = pool.run(fit, 2, str(tmp_path), options)
     plan = ranks[0]["plan"]
     rows = logged(tmp_path)
@@ -140,9 +154,9 @@ def test_a_run_has_its_figures_in_the_loggers_and_in_the_report(
     text = (tmp_path / "report" / "report.md").read_text()
     assert ranks[0]["line"].startswith("dlres: step ")
     assert ranks[0]["line"] in text
-    table = [line for line in text.splitlines() if line.startswith(("| 0 ", "|    0 ", "|    1 "))]
-    assert len(table) == 2
-    assert "| topology             | " + shape in text
+    # The table of the ranks has a row for each.
+    assert re.findall(r"^\| +(\d+) \|", text, re.MULTILINE) == ["0", "1"]
+    assert "| topology             | " + topology_name in text
     assert (tmp_path / "report" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "report" / "trace.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
@@ -175,7 +189,7 @@ def test_without_an_algorithm_the_report_has_no_tasks(pool: RankPool, tmp_path: 
     assert not (tmp_path / "report" / "timeline.png").exists()
 
 
-def test_a_single_rank_and_no_logger(pool: RankPool, tmp_path: Path) -> None:
+def test_a_single_rank_without_a_logger_gets_a_report(pool: RankPool, tmp_path: Path) -> None:
     pool.run(fit, 1, str(tmp_path), {"algorithm": "tbq"}, logger=False)
     assert "a single rank" in (tmp_path / "report" / "report.md").read_text()
     assert not (tmp_path / "metrics.csv").exists()

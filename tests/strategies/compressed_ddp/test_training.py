@@ -22,9 +22,9 @@ from lightning_dlres.strategies import CompressedDDPStrategy
 from tests.support.models import QUIET
 from tests.support.rank_pool import RankContext, RankPool
 
-# Options of a strategy without small gradients.
-ALL = {"min_bytes": 0}
-# Options that leave nothing to be measured.
+# Options that compress all gradients, small ones included.
+COMPRESS_ALL = {"min_bytes": 0}
+# Options that leave nothing to be measured at the start.
 FIXED = {"topology": "ps", "coordinator": "none"}
 
 
@@ -44,7 +44,7 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """The same samples, of unknown number."""
+    """The samples of `Points` as an iterable-style dataset without a length."""
 
     def __init__(self, points: Points) -> None:
         self.points = points
@@ -54,7 +54,12 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Regression(LightningModule):
-    """A small network with a layer that only some cases use.
+    """Small network.
+
+    Args:
+        optimizer: "sgd" or "adamw".
+        manual: True trains with manual optimization.
+        unused: True adds a layer that no step uses.
 
     Attributes:
         losses: Loss of every step on this rank.
@@ -103,16 +108,19 @@ def fit(
     """Train with our strategy, or with DDPStrategy if `options` is None.
 
     Args:
-        context: The rank.
+        context: This rank.
         options: Arguments of the strategy.
         model: Arguments of the model.
         counts: Samples of each rank; None shards 96 samples by Lightning.
-        streamed: True hides the number of samples.
+        streamed: True makes the dataset iterable-style; needs `counts`.
         resume: Checkpoint to continue from.
         directory: Where to save a checkpoint after step 8, the end of an epoch of three ranks.
         scaler: Arguments of a gradient scaler for mixed precision.
         ddp: Arguments of both strategies.
         trainer_options: Further arguments of the Trainer.
+
+    Returns:
+        The weights, the losses of all steps on this rank, and the number of steps.
     """
     seed_everything(5, verbose=False)
     module = Regression(**(model or {}))
@@ -155,6 +163,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Return the largest absolute difference of two weights."""
     return max(float((one[key] - other[key]).abs().max()) for key in one)
 
 
@@ -186,13 +195,13 @@ def test_uncompressed_gradients_are_those_of_ddp(pool: RankPool, case: str) -> N
     plain = pool.run(fit, 2, None, **CASES[case])
     ours = pool.run(fit, 2, {"algorithm": "raw"}, **CASES[case])
     assert equal(ours[0]["weights"], ours[1]["weights"])
-    assert distance(plain[0]["weights"], ours[0]["weights"]) < 1e-6
+    assert equal(plain[0]["weights"], ours[0]["weights"])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_compressed_training_is_near_that_of_ddp(pool: RankPool, case: str) -> None:
     plain = pool.run(fit, 3, None, **CASES[case])
-    ours = pool.run(fit, 3, {"algorithm": "int8", **ALL}, **CASES[case])
+    ours = pool.run(fit, 3, {"algorithm": "int8", **COMPRESS_ALL}, **CASES[case])
     assert all(equal(ours[0]["weights"], other["weights"]) for other in ours)
     assert 0 < distance(plain[0]["weights"], ours[0]["weights"]) < 0.05
 
@@ -233,7 +242,7 @@ def test_compressed_uneven_loaders_agree(pool: RankPool) -> None:
     ranks = pool.run(
         fit,
         3,
-        {"algorithm": "tbq", **ALL},
+        {"algorithm": "tbq", **COMPRESS_ALL},
         counts=(12, 30, 5),
         max_epochs=3,
         accumulate_grad_batches=2,
@@ -257,7 +266,7 @@ def error_of_an_empty_loader(context: RankContext) -> str:
 
 @pytest.mark.parametrize("algorithm", ["tbq", "onebit", "dgc"])
 def test_a_resumed_run_continues_exactly(pool: RankPool, algorithm: str, tmp_path: Path) -> None:
-    options = {"algorithm": algorithm, **ALL}
+    options = {"algorithm": algorithm, **COMPRESS_ALL}
     whole = pool.run(fit, 3, options, directory=str(tmp_path), max_steps=16)
     resumed = pool.run(fit, 3, options, resume=str(tmp_path / "step=8.ckpt"), max_steps=16)
     assert all(equal(whole[0]["weights"], other["weights"]) for other in resumed)
@@ -271,7 +280,7 @@ def test_a_resumed_run_continues_exactly(pool: RankPool, algorithm: str, tmp_pat
 def test_a_run_resumes_on_another_number_of_ranks(
     pool: RankPool, world_size: int, tmp_path: Path
 ) -> None:
-    options = {"algorithm": "tbq", **ALL}
+    options = {"algorithm": "tbq", **COMPRESS_ALL}
     pool.run(fit, 3, options, directory=str(tmp_path), max_steps=16)
     resumed = pool.run(fit, world_size, options, resume=str(tmp_path / "step=8.ckpt"), max_steps=16)
     assert all(equal(resumed[0]["weights"], other["weights"]) for other in resumed)
@@ -280,7 +289,7 @@ def test_a_run_resumes_on_another_number_of_ranks(
 
 def test_steps_that_overflow_leave_no_residual(pool: RankPool) -> None:
     """The first steps overflow, until the scaler has lowered its scale."""
-    options = {"algorithm": "tbq", **ALL}
+    options = {"algorithm": "tbq", **COMPRESS_ALL}
     high = pool.run(
         fit, 2, options, scaler={"init_scale": 2.0**20, "growth_interval": 10**6}, max_epochs=4
     )

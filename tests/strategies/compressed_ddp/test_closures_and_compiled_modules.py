@@ -20,7 +20,12 @@ from tests.support.rank_pool import RankContext, RankPool
 
 
 class Small(LightningModule):
-    """A small network whose optimizer is given."""
+    """Small network.
+
+    Args:
+        optimizer: Class in `torch.optim`.
+        options: Arguments of the optimizer.
+    """
 
     def __init__(self, optimizer: str, options: dict[str, Any]) -> None:
         super().__init__()
@@ -42,7 +47,15 @@ def fit(
     options: dict[str, Any],
     is_compiled: bool,
 ) -> dict[str, Tensor]:
-    """Return the weights; `algorithm` is None for DDPStrategy."""
+    """Return the weights after two epochs.
+
+    Args:
+        context: This rank.
+        algorithm: Algorithm of CompressedDDPStrategy; None trains with DDPStrategy.
+        optimizer: Class in `torch.optim`.
+        options: Arguments of the optimizer.
+        is_compiled: True compiles the module.
+    """
     seed_everything(5, verbose=False)
     x = torch.randn(48, 12)
     module: Any = Small(optimizer, options)
@@ -89,7 +102,10 @@ def refused_line_search(context: RankContext) -> str:
 
 
 def test_a_line_search_of_several_ranks_is_refused(pool: RankPool) -> None:
-    """With DDPStrategy, the ranks wait for each other, or lose their connections."""
+    """Each rank would search along its own losses, and so call backward more or less often.
+
+    With DDPStrategy, the ranks then wait for each other, or lose their connections.
+    """
     assert set(pool.run(refused_line_search, 2)) == {
         "line_search_fn must be None with several ranks, whose losses differ, got 'strong_wolfe'. "
         "Use LBFGS(..., line_search_fn=None)."
