@@ -146,8 +146,10 @@ class RankSockets(Server):
     def closed_ranks(self) -> list[int]:
         """Return the ranks whose connections have closed since the last call.
 
-        Messages that came before may not be read yet: read them all first.
+        The list is empty while a message is unread: it may be the last one of such a rank.
         """
+        if self._socket.poll(0):
+            return []
         closed, self._closed = self._closed, []
         return closed
 

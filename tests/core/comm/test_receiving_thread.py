@@ -175,6 +175,33 @@ def test_a_closed_connection_is_an_error_unless_the_rank_has_said_goodbye(
         assert isinstance(ranks.items.get(timeout=SECONDS), PeerLostError)
 
 
+def test_a_rank_is_closed_only_after_its_last_message(stack: ExitStack) -> None:
+    """The message of a stranger, which is refused, comes before the last one."""
+    ranks = TwoRanks(stack)
+    ranks.send("first")
+    assert ranks.items.get(timeout=SECONDS) == (("key",), "first")
+    ranks.end()
+    reader = ranks.sockets[0]
+    # The first call may return at the interrupt that has ended the thread.
+    assert reader.next_message(0.0) is None
+    stranger(stack, ranks, b"rank 1", None)
+    wait_until(lambda: reader._socket.poll(0), "the stranger has sent")
+    ranks.send("last words")
+    ranks.sockets[1].close_after(SECONDS)
+
+    def is_closed() -> bool:
+        reader._read_monitor()
+        return bool(reader._closed)
+
+    wait_until(is_closed, "rank 1 has closed its connection")
+    assert reader.next_message(SECONDS) is None, "the message of the stranger is refused"
+    assert reader.closed_ranks() == []
+    message = reader.next_message(SECONDS)
+    assert message is not None
+    assert message[0] == 1
+    assert set(reader.closed_ranks()) == {1}
+
+
 def test_a_rank_may_send_much_before_it_is_read(stack: ExitStack) -> None:
     """Only connections that have not shown a token are cut off."""
     ranks = TwoRanks(stack)
