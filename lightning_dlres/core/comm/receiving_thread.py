@@ -181,8 +181,12 @@ class ReceivingThread:
             with self._tracer.span(f"receive {_CHANNELS[channel]}", "transfer", peer=rank):
                 item = self._decoded(rank, frames)
         except Exception as error:
-            # A tree may hold classes that this process cannot build.
-            self._fail(rank, error)
+            # Any error: the tree may be of classes that this process cannot build.
+            if self._sources[rank].has_ended:
+                # An early message from before the end. `_fail` would do nothing.
+                receiver.handle(error)
+            else:
+                self._fail(rank, error)
             return
         receiver.handle(item)
 

@@ -101,6 +101,16 @@ def test_a_broken_message_that_waited_for_its_channel_is_handed_over_once(stack:
     assert receiver.items.empty()
 
 
+def test_a_broken_message_from_before_a_goodbye_is_an_error(stack: ExitStack) -> None:
+    ranks = TwoRanks(stack)
+    ranks.sockets[1].send_frames(0, [PREFIX.pack(Channel.SYNC_PLAN, 0)])
+    ranks.sockets[1].send_frames(0, [PREFIX.pack(Control.GOODBYE, 1)])
+    wait_until(lambda: ranks.receiving._sources[1].has_ended, "the goodbye has arrived")
+    receiver = SocketReceiver()
+    ranks.receiving.add(1, Channel.SYNC_PLAN, receiver)
+    assert isinstance(receiver.items.get(timeout=SECONDS), ProtocolError)
+
+
 def header(tree: object = "text") -> bytes:
     """Return the header of a valid message, without its prefix."""
     return payload.encode(tree, ("key",))[0]
