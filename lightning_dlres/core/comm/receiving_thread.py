@@ -91,9 +91,12 @@ class ReceivingThread:
         self._unheard = set(others)
         if not others:
             self.all_heard.set()
-        # Only the thread uses the sources. It takes new receivers from the queue.
+        # Only the thread uses the sources. It takes new receivers from the queue. After an error
+        # has ended the thread, `add` does both, under the lock.
         self._sources = {rank: _Source() for rank in others}
         self._added: queue.SimpleQueue[tuple[int, int, SocketReceiver]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._has_failed = False
         # How `end` was called; None before.
         self._is_orderly: bool | None = None
         self._thread = threading.Thread(target=self._run, name="receive-sockets", daemon=True)
@@ -106,6 +109,10 @@ class ReceivingThread:
     def add(self, source: int, channel: int, receiver: SocketReceiver) -> None:
         """Give the messages on a channel to a receiver."""
         self._added.put((source, channel, receiver))
+        with self._lock:
+            if self._has_failed:
+                self._take_receivers()
+                return
         self._sockets.interrupt()
 
     def end(self, orderly: bool) -> threading.Thread:
@@ -130,6 +137,9 @@ class ReceivingThread:
             # Any error: `receive` must raise it, and not wait for a thread that has ended.
             for rank in self._sources:
                 self._fail(rank, error)
+            with self._lock:
+                self._has_failed = True
+                self._take_receivers()
 
     def _is_finished(self) -> bool:
         if self._is_orderly is None:

@@ -111,6 +111,21 @@ def test_a_broken_message_from_before_a_goodbye_is_an_error(stack: ExitStack) ->
     assert isinstance(receiver.items.get(timeout=SECONDS), ProtocolError)
 
 
+def test_a_receiver_gets_the_error_that_ended_the_thread_before(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(timeout: float) -> None:
+        raise KeyError("bug")
+
+    ranks = TwoRanks(stack)
+    monkeypatch.setattr(ranks.sockets[0], "next_message", fail)
+    error = ranks.items.get(timeout=SECONDS)
+    assert isinstance(error, KeyError)
+    receiver = SocketReceiver()
+    ranks.receiving.add(1, Channel.SYNC_PLAN, receiver)
+    assert receiver.items.get(timeout=SECONDS) is error
+
+
 def header(tree: object = "text") -> bytes:
     """Return the header of a valid message, without its prefix."""
     return payload.encode(tree, ("key",))[0]
