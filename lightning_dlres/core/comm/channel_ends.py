@@ -17,14 +17,16 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire import payload
 from lightning_dlres.core.wire.tree import Tree
 
+# `mailbox` explains both types, and exports them.
 Key = tuple[str | int, ...]
 Item = tuple[Key, Tree] | BaseException
 
-# Most bytes that a sender keeps in memory of messages whose sends may be unfinished. Small beside
-# a stage's activations.
+# Largest total size of the messages that a sender holds in memory because gloo may still read them.
+# Small beside a stage's activations.
 _UNFINISHED_BYTES = 256 << 10
-# The same for short frames: as many gradients as a step has, so that no thread wakes up for them.
-_UNFINISHED_SHORT_FRAMES = 2 << 20
+# The same on a channel of unpadded frames. Enough for the compressed gradients of most steps, so
+# that their messages need not wake the sender's thread.
+_UNFINISHED_UNPADDED_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +39,9 @@ class ChannelLink:
         name: The other rank's name in errors.
         channel: Name of the channel.
         tag: Tag of the channel's transfers.
-        short_frame: Bytes of the receiver's frames if the sender's frames are as short as their
-            messages; 0 for frames of one size on both sides.
+        buffer_bytes: Size in bytes of the receiver's buffer, if the sender's frames are as short as
+            their messages. 0 if messages are padded to the frame size that both ends derive from
+            the message before; see `payload`.
         tracer: Records a span for every message.
     """
 
@@ -47,11 +50,16 @@ class ChannelLink:
     name: str
     channel: str
     tag: int
-    short_frame: int
+    buffer_bytes: int
     tracer: Tracer
 
+    @property
+    def is_padded(self) -> bool:
+        """True if a message is padded to the size of the frame that the receiver expects."""
+        return not self.buffer_bytes
+
     def span(self, verb: str, **args: str | int) -> AbstractContextManager[None]:
-        """Context manager that records a message that is sent or received."""
+        """Context manager that records the span of a message; `verb` is "send" or "receive"."""
         return self.tracer.span(
             f"{verb} {self.channel.lower()}", "transfer", peer=self.rank, **args
         )
@@ -65,29 +73,34 @@ class _Message:
 
 
 class ChannelSender:
-    """The messages to one rank on one channel, sent in order.
+    """Sends messages to one rank on one channel, in order.
 
-    Small messages are sent by the calling thread: gloo's `send` does not block, and waking a thread
-    takes longer than sending. All others are sent by a thread of the outbox.
+    The calling thread sends small messages itself: gloo's `send` does not block, and waking a
+    thread takes longer than sending. The sender's own thread sends all others.
 
-    Torch cannot tell if a send is complete; it can only wait for it. So the tensors that the
-    calling thread has sent are kept in memory, up to `_UNFINISHED_BYTES`. The next message then
-    goes to the thread, which waits for all sends.
+    Torch cannot tell if a send is complete; it can only wait for it. So the sender holds the
+    tensors that calling threads have sent, up to `_UNFINISHED_BYTES`. A message beyond that limit
+    goes to the sender's thread, which first waits for all earlier sends.
 
     Args:
         link: The channel to the rank.
+
+    Attributes:
+        thread: Thread of the sender; it ends after `finish`, or with the first error.
     """
 
     def __init__(self, link: ChannelLink) -> None:
         self._link = link
         self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
-        # The lock guards `_queued`, the number of messages handed to the thread. While it is not
-        # zero, only the thread uses `_frame_bytes` and `_unfinished*`; else only the caller does.
+        # The lock guards `_queued` and `_has_ended`. `_queued` counts the messages in the queue and
+        # in the thread. While it is not zero, only the thread uses `_frame_bytes` and
+        # `_unfinished*`. Otherwise only callers do, under the lock. After `finish` no caller does,
+        # so the thread may send the goodbye.
         self._lock = threading.Lock()
         self._queued = 0
         self._has_ended = False
-        self._frame_bytes = link.short_frame or payload.FIRST_FRAME_BYTES
-        self._room = _UNFINISHED_SHORT_FRAMES if link.short_frame else _UNFINISHED_BYTES
+        self._frame_bytes = link.buffer_bytes or payload.FIRST_FRAME_BYTES
+        self._unfinished_limit = _UNFINISHED_BYTES if link.is_padded else _UNFINISHED_UNPADDED_BYTES
         self._unfinished: list[tuple[dist.Work, Tensor]] = []
         self._unfinished_bytes = 0
         self._failure: BaseException | None = None
@@ -97,7 +110,13 @@ class ChannelSender:
         self.thread.start()
 
     def put(self, key: Key, header: bytes, large: list[Tensor]) -> None:
-        """Send a message, or queue it behind earlier ones."""
+        """Send a message, or queue it behind earlier ones; after `finish`, drop it.
+
+        For the arguments see `SendingEnd`.
+
+        Raises:
+            PeerLostError: If an earlier send failed.
+        """
         if self._failure is not None:
             raise PeerLostError(
                 f"{self._link.name} cannot be reached: {self._failure}"
@@ -105,11 +124,11 @@ class ChannelSender:
         message = _Message(key, header, large)
         with self._lock:
             if self._has_ended:
-                # The receiver ends at the goodbye, so this would wait for it for ever. Such is a
-                # report on a message of the last step.
+                # The receiver ends at the goodbye, so this send would never complete. For example,
+                # a report on a message of the last step may come so late.
                 return
             if not self._queued and self._can_send_now(message):
-                # The next `put` raises a failure, as it does for sends of the thread.
+                # A failure is raised by the next `put`, as if the thread had sent the message.
                 with self._recording_failure(), self._link.span("send", key=str(message.key)):
                     self._write(message.header, message.large)
                 return
@@ -123,8 +142,9 @@ class ChannelSender:
         self._queue.put(None)
 
     def _can_send_now(self, message: _Message) -> bool:
-        has_room = self._unfinished_bytes + self._frame_bytes <= self._room
-        return has_room and payload.fits_frame(message.header, message.large, self._frame_bytes)
+        if self._unfinished_bytes + self._frame_bytes > self._unfinished_limit:
+            return False
+        return payload.fits_frame(message.header, message.large, self._frame_bytes)
 
     def _run(self) -> None:
         with self._recording_failure():
@@ -152,9 +172,9 @@ class ChannelSender:
     def _write(self, header: bytes, large: list[Tensor]) -> None:
         """Start the transfers of a message."""
         transfers, next_frame_bytes = payload.pack(
-            header, large, self._frame_bytes, is_padded=not self._link.short_frame
+            header, large, self._frame_bytes, is_padded=self._link.is_padded
         )
-        if not self._link.short_frame:
+        if self._link.is_padded:
             self._frame_bytes = next_frame_bytes
         for transfer in transfers:
             work = self._link.group.send([transfer], self._link.rank, self._link.tag)
@@ -162,7 +182,7 @@ class ChannelSender:
             self._unfinished_bytes += transfer.numel()
 
     def _wait_sent(self) -> None:
-        """Wait until all transfers have left."""
+        """Wait until all transfers are complete, and free their memory."""
         for work, _ in self._unfinished:
             work.wait()
         self._unfinished.clear()
@@ -170,21 +190,23 @@ class ChannelSender:
 
 
 class ChannelReceiver:
-    """The messages from one rank on one channel, received in order by a thread.
-
-    The thread ends when the peer says goodbye or the connection breaks.
+    """Receives messages from one rank on one channel, in order, in a thread of its own.
 
     Args:
         link: The channel from the rank.
-        handle: Called with each item; None collects them in `items`.
+        handle: Called from the thread with each item; None collects them in `items`.
+
+    Attributes:
+        items: Messages that have arrived, and the error that ended the connection, if any.
+        thread: Thread of the receiver; it ends when the peer says goodbye, or with an error.
     """
 
     def __init__(self, link: ChannelLink, handle: Callable[[Item], None] | None = None) -> None:
         self._link = link
         self._frame_bytes = payload.FIRST_FRAME_BYTES
-        # Buffer of all short frames, and the transfer into it that has been started.
-        self._frame = torch.empty(link.short_frame, dtype=torch.uint8)
-        self._started: dist.Work | None = None
+        # Buffer of all unpadded frames, and the read into it that has been started.
+        self._buffer = torch.empty(link.buffer_bytes, dtype=torch.uint8)
+        self._started_read: dist.Work | None = None
         self.items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._handle = handle or self.items.put
         self.thread = threading.Thread(
@@ -200,7 +222,7 @@ class ChannelReceiver:
                 # `receive` has returned it and its reader is done.
                 del message
         except Exception as error:
-            # Any error: `receive` must raise it, and not wait for a thread that has ended.
+            # Any error: `Mailbox.receive` must raise it instead of waiting for an ended thread.
             self._handle(error)
 
     def _receive(self) -> tuple[Key, Tree] | None:
@@ -214,7 +236,7 @@ class ChannelReceiver:
                 first, packed = packed, torch.empty(packed_bytes, dtype=torch.uint8)
                 packed[: len(first)] = first
                 self._read(packed[len(first) :])
-            if not self._link.short_frame:
+            if self._link.is_padded:
                 self._frame_bytes = payload.next_frame_bytes(packed_bytes)
             header = payload.decode_frame_header(packed, header_bytes, self._link.name)
             large = payload.unpack_tensors(packed, packed_bytes, header_bytes, header) or [
@@ -222,21 +244,21 @@ class ChannelReceiver:
                 for length in payload.large_sizes(header)
             ]
             tree = payload.decode(header, large)
-        if self._link.short_frame:
-            # The tensors are copies, so the buffer is free. The next message leaves its sender
-            # without a request while this one is handled.
-            self._started = self._start_read(self._frame)
+        if not self._link.is_padded:
+            # The tensors are copies, so the buffer is free. With a read already started, gloo sends
+            # the next message without asking for a buffer first, while this one is handled.
+            self._started_read = self._start_read(self._buffer)
         return header.key, tree
 
     def _read_frame(self) -> Tensor:
         """Return the next frame."""
-        if self._started is not None:
-            self._started.wait()
-            self._started = None
-            return self._frame
-        if self._link.short_frame:
-            return self._read(self._frame)
-        return self._read(torch.empty(self._frame_bytes, dtype=torch.uint8))
+        if self._link.is_padded:
+            return self._read(torch.empty(self._frame_bytes, dtype=torch.uint8))
+        if self._started_read is None:
+            return self._read(self._buffer)
+        self._started_read.wait()
+        self._started_read = None
+        return self._buffer
 
     def _read(self, buffer: Tensor) -> Tensor:
         self._start_read(buffer).wait()

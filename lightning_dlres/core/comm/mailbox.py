@@ -3,8 +3,9 @@
 A send returns at once. A small message on the CPU leaves from the calling thread. A thread per
 destination and channel sends all others: large ones, those on another device, and those behind
 messages that have not left yet. A thread per source and channel receives. So activations and
-gradients travel while the stage computes. Every message carries a key, and the receiver names the
-key that it expects. Another key is an error, so data never reaches the wrong micro-batch.
+gradients travel while the stage computes. (`SocketMailbox` has other threads, and the same rules.)
+Every message carries a key, and the receiver names the key that it expects. Another key is an
+error, so data never reaches the wrong micro-batch.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from lightning_dlres.core.wire.tree import Tree
 # that did not answer; gloo's error would name none.
 LONGER_THAN_ANY_RUN = timedelta(days=365)
 
-# Identifies a message on its channel. The key of a micro-batch is (micro-batch, number of the
-# pass).
+# Identifies a message on its channel. The key of a micro-batch's activations and gradients is
+# (micro-batch, number of the pass through the pipeline).
 Key: TypeAlias = channel_ends.Key
 # A received message, or the error that ended the connection.
 Item: TypeAlias = channel_ends.Item
@@ -51,31 +52,39 @@ _REASON_SECONDS = 1.0
 
 
 class Channel(IntEnum):
-    """Kind of a message. The number is the tag of the transfer."""
+    """Kind of a message. Messages of one kind between two ranks arrive in order.
 
+    The number is gloo's tag. `SocketMailbox` sends it, too, so it must differ from its `Control`.
+    """
+
+    # Pipeline: a batch, the start of a pass, data between stages, the output, loss and logs.
     BATCH = 11
     STEP = 12
     ACTIVATION = 13
     GRADIENT = 14
     OUTPUT = 15
     RECORD = 16
+    # Weights, and large trees for checkpoints.
     STATE = 17
+    # Anything else; only tests send it.
     OBJECT = 18
+    # Measurement of a pipeline's links.
     PROBE = 19
+    # Gradient synchronisation: payloads, reports to the coordinator and its plans, measurement.
     GRADIENT_SYNC = 20
     SYNC_REPORT = 21
     SYNC_PLAN = 22
     SYNC_PROBE = 23
 
 
-# Bytes of the receiver's frames on channels whose messages differ in size. The sender's frames
-# are as short as their message: frames of one size would be filled with zeros that take time on a
-# slow link. (Gloo writes a short transfer to the start of a longer buffer.)
-_SHORT_FRAMES = {
+# Bytes of the receiver's buffer on channels without padding. Their messages differ in size, and the
+# zeros that would pad them to one size take time on a slow link. (Gloo writes a short transfer to
+# the start of a longer buffer.)
+_BUFFER_BYTES = {
     Channel.GRADIENT_SYNC: 512 << 10,
     Channel.SYNC_REPORT: payload.FIRST_FRAME_BYTES,
     Channel.SYNC_PLAN: payload.FIRST_FRAME_BYTES,
-    # As for gradients, whose transfers it measures.
+    # As for payloads, whose transfers it measures.
     Channel.SYNC_PROBE: 512 << 10,
 }
 
@@ -118,6 +127,12 @@ class Mailbox:
         timeout: Deadline of `receive` in seconds.
         check: Called while waiting; raises if a rank is known to have failed.
         tracer: Records a span for every transfer.
+
+    Attributes:
+        rank: This rank.
+        names: Names of all ranks in errors; may be changed in place.
+        timeout: Deadline of `receive` in seconds; may be changed.
+        check: As the argument.
     """
 
     def __init__(
@@ -137,41 +152,48 @@ class Mailbox:
         self._group = group
         self._tracer = tracer
         self._explanation = ""
-        # Two threads may send the first messages on a channel. With an end each, the messages could
-        # overtake one another, and the receiver would end at the first goodbye of two.
-        self._outbox_lock = threading.Lock()
-        self._outboxes: dict[tuple[int, Channel], SendingEnd] = {}
-        self._inboxes: dict[tuple[int, Channel], ReceivingEnd] = {}
-        # The ends with threads.
+        # Ends of the channels by the other rank and the channel. Two threads may send the first
+        # messages on a channel at once. With a sending end each, the messages could overtake one
+        # another, and the receiver would end at the first goodbye of two. Hence the lock.
+        self._sending_lock = threading.Lock()
+        self._sending_ends: dict[tuple[int, Channel], SendingEnd] = {}
+        self._receiving_ends: dict[tuple[int, Channel], ReceivingEnd] = {}
+        # Those of the ends that have a thread.
         self._senders: list[ChannelSender] = []
         self._receivers: list[ChannelReceiver] = []
 
     def send(self, destination: int, channel: Channel, key: Key, tree: Tree) -> None:
         """Send a tree, without waiting; its tensors must not be written to afterwards.
 
+        Args:
+            destination: Rank of the receiver.
+            channel: Channel of the message.
+            key: Key that the receiver expects.
+            tree: Nested containers of tensors, numbers and strings; see `tree` in `core/wire`.
+
         Raises:
             PeerLostError: If an earlier send to this rank failed.
             ConfigError: If the tree holds a value that cannot be sent.
         """
-        self._outbox(destination, channel).put(key, *payload.encode(tree, key))
+        self._sending_end(destination, channel).put(key, *payload.encode(tree, key))
 
-    def _outbox(self, destination: int, channel: Channel) -> SendingEnd:
-        with self._outbox_lock:
-            outbox = self._outboxes.get((destination, channel))
-            if outbox is None:
-                outbox = self._new_sender(destination, channel)
-                self._outboxes[destination, channel] = outbox
-            return outbox
+    def _sending_end(self, destination: int, channel: Channel) -> SendingEnd:
+        with self._sending_lock:
+            end = self._sending_ends.get((destination, channel))
+            if end is None:
+                end = self._new_sending_end(destination, channel)
+                self._sending_ends[destination, channel] = end
+            return end
 
-    def _new_sender(self, destination: int, channel: Channel) -> SendingEnd:
+    def _new_sending_end(self, destination: int, channel: Channel) -> SendingEnd:
         sender = ChannelSender(self._link(destination, channel))
         self._senders.append(sender)
         return sender
 
-    def _new_receiver(
+    def _new_receiving_end(
         self, source: int, channel: Channel, handle: Callable[[Item], None] | None = None
     ) -> ReceivingEnd:
-        """Return the end of a channel; `handle` gets each item in the place of `items`."""
+        """Return a new end. If `handle` is given, it gets each item, and `items` stays empty."""
         receiver = ChannelReceiver(self._link(source, channel), handle)
         self._receivers.append(receiver)
         return receiver
@@ -183,7 +205,7 @@ class Mailbox:
             name=self.names[rank],
             channel=channel.name,
             tag=int(channel),
-            short_frame=_SHORT_FRAMES.get(channel, 0),
+            buffer_bytes=_BUFFER_BYTES.get(channel, 0),
             tracer=self._tracer,
         )
 
@@ -201,15 +223,15 @@ class Mailbox:
             PeerLostError: If the connection breaks, or a rank has failed.
             ProtocolError: If a message with another key arrives.
         """
-        inbox = self._inboxes.get((source, channel))
-        if inbox is None:
-            inbox = self._inboxes[source, channel] = self._new_receiver(source, channel)
+        end = self._receiving_ends.get((source, channel))
+        if end is None:
+            end = self._receiving_ends[source, channel] = self._new_receiving_end(source, channel)
         own_name, peer = self.names[self.rank], self.names[source]
         start = time.monotonic()
         explain_at, deadline = start + _EXPLAIN_SECONDS, start + self.timeout
         while True:
             try:
-                item = inbox.items.get(timeout=_POLL_SECONDS)
+                item = end.items.get(timeout=_POLL_SECONDS)
                 break
             except queue.Empty:
                 self.check()
@@ -242,27 +264,28 @@ class Mailbox:
         return tree
 
     def subscribe(self, source: int, channel: Channel, handle: Callable[[Item], None]) -> None:
-        """Pass all messages on a channel to a function, in the place of `receive`.
+        """Pass all messages on a channel to a function, instead of returning them from `receive`.
 
         Args:
             source: Rank of the sender.
             channel: Channel of the messages.
-            handle: Called from the inbox's thread with each (key, tree), in order, and with the
-                error that ends the connection, if any. It must not raise.
+            handle: Called from the thread that receives, with each (key, tree), in order, and with
+                the error that ends the connection, if any. It must not raise.
         """
-        self._inboxes[source, channel] = self._new_receiver(source, channel, handle)
+        self._receiving_ends[source, channel] = self._new_receiving_end(source, channel, handle)
 
     def connect(self, destination: int, channel: Channel) -> None:
         """Prepare to send on a channel that the destination has subscribed to.
 
-        `close` ends an inbox on the destination only if this rank has an outbox for it.
+        Call it even if this rank may send nothing. The destination receives until a goodbye comes,
+        and `close` sends one only on channels with a sending end.
         """
-        self._outbox(destination, channel)
+        self._sending_end(destination, channel)
 
     @contextmanager
     def explaining(self, explanation: str) -> Iterator[None]:
-        """Context manager that gives a likely reason for a long wait: on stderr after a few
-        seconds, and in the error of the timeout."""
+        """Context manager in which a long `receive` prints a likely reason to stderr after a few
+        seconds. If the wait times out, the error has it, too."""
         before, self._explanation = self._explanation, explanation
         try:
             yield
@@ -272,8 +295,12 @@ class Mailbox:
     def broadcast(self, source: int, channel: Channel, key: Key, tree: Tree, what: str) -> Tree:
         """Return the source's tree on all ranks; called by all of them.
 
-        A copy is sent, so that the source may write to its tree at once. For the arguments see
-        `receive`.
+        Copies are sent, so that the source may write to its tree at once. For the other arguments
+        see `receive`.
+
+        Args:
+            source: Rank of the source.
+            tree: Tree to send; ignored on all ranks but the source.
         """
         if self.rank != source:
             return self.receive(source, channel, key, what)
@@ -286,14 +313,14 @@ class Mailbox:
             header, large = payload.encode(tree, key)
             copies = [tensor.to("cpu", copy=True) for tensor in large]
             for rank in ranks:
-                self._outbox(rank, channel).put(key, header, copies)
+                self._sending_end(rank, channel).put(key, header, copies)
 
     def close(self, orderly: bool) -> None:
-        """End the threads.
+        """End the threads, after all messages were sent.
 
         Args:
-            orderly: True if all ranks close their mailbox now. After a failure a peer may be gone,
-                so threads that still wait for it are abandoned.
+            orderly: True if all ranks close their mailbox now. False after a failure: a peer may be
+                gone, so threads that still wait for it are soon abandoned.
         """
         for sender in self._senders:
             sender.finish()
@@ -303,13 +330,13 @@ class Mailbox:
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         abandon([thread for thread in threads if thread.is_alive()])
-        self._outboxes.clear()
-        self._inboxes.clear()
+        self._sending_ends.clear()
+        self._receiving_ends.clear()
         self._senders.clear()
         self._receivers.clear()
 
     def _wait_for_reason(self) -> None:
-        """Wait briefly for `check` to raise the reason of a broken connection.
+        """Give `check` some time to raise the reason of a broken connection.
 
         A failing peer announces the reason to all ranks (see `liveness`) before its connection
         breaks. The reason is a better error than the broken connection.

@@ -1,9 +1,10 @@
 """Addresses at which the ranks of a run listen for each other.
 
 If all ranks are on one host, they listen on the loopback interface. Otherwise a rank listens at the
-address of the interface in `GLOO_SOCKET_IFNAME`, which gloo uses as well, or at the one from which
-it reaches the run's main address, `MASTER_ADDR`. On the main host, the main address may lead to the
-loopback interface. The rank then listens at the main address as other hosts see it.
+address of the interface in `GLOO_SOCKET_IFNAME`, which gloo uses as well. Without that variable, it
+listens at the local address of its route to the run's main address, `MASTER_ADDR`. On the main host
+itself, that route may be the loopback interface. A rank there listens at the main address, as the
+other hosts resolve it.
 """
 
 from __future__ import annotations
@@ -19,56 +20,61 @@ from lightning_dlres.core.wire.server import is_loopback
 
 LOOPBACK = "127.0.0.1"
 _INTERFACE_VARIABLE, _MAIN_VARIABLE = "GLOO_SOCKET_IFNAME", "MASTER_ADDR"
-# Request for the IPv4 address of an interface, of Linux's `ioctl`. The address is at bytes 20 to 24
-# of the answer.
+# Linux's `ioctl` request for the IPv4 address of an interface, which is at bytes 20 to 24 of the
+# answer.
 _SIOCGIFADDR = 0x8915
-# Any port: no packet is sent.
+# Longest name of an interface on Linux, in bytes.
+_MAX_NAME_BYTES = 15
+# Port in a look-up of a route. Any port will do: no packet is sent.
 _ANY_PORT = 9
 
 
 @dataclass(frozen=True)
 class RankAddress:
-    """Addresses that a rank has found.
+    """A rank's host and address, and the main address, as the rank finds them.
 
     Attributes:
-        host: Identity of its host.
-        own: Address at which other hosts may reach this rank; empty if there is none.
-        main: The main address, as this rank sees it; empty if there is none.
+        host_id: Identity of its host.
+        own: Address at which other hosts may reach this rank; empty if it found none.
+        main: Numeric main address, as this rank resolves it; empty if it found none.
     """
 
-    host: str
+    host_id: str
     own: str
     main: str
 
 
-def own_address(host: str) -> RankAddress:
-    """Return the addresses of this process, on the host of an identity.
+def own_address(host_id: str) -> RankAddress:
+    """Return the addresses that this rank finds.
+
+    Args:
+        host_id: Identity of this rank's host; see `host_identity`.
 
     Raises:
         ConfigError: If `GLOO_SOCKET_IFNAME` names no interface with an IPv4 address.
     """
     interface = os.environ.get(_INTERFACE_VARIABLE, "").partition(",")[0]
-    own, main = _towards(os.environ.get(_MAIN_VARIABLE, ""))
-    return RankAddress(host, _address_of(interface) if interface else own, main)
+    own, main = _route_to(os.environ.get(_MAIN_VARIABLE, ""))
+    return RankAddress(host_id, _address_of(interface) if interface else own, main)
 
 
-def listening_addresses(found: Sequence[RankAddress]) -> list[str]:
-    """Return the address at which each rank listens.
+def listening_addresses(by_rank: Sequence[RankAddress]) -> list[str]:
+    """Return the numeric address at which each rank listens, by rank.
 
     Args:
-        found: Addresses that each rank has found.
+        by_rank: Result of `own_address` on each rank.
 
     Raises:
         ConfigError: If other hosts cannot reach a rank; the message names it.
     """
-    if len({one.host for one in found}) == 1:
-        return [LOOPBACK] * len(found)
+    if len({ours.host_id for ours in by_rank}) == 1:
+        return [LOOPBACK] * len(by_rank)
     addresses = []
-    for rank, one in enumerate(found):
-        address = one.own
+    for rank, ours in enumerate(by_rank):
+        address = ours.own
         if is_loopback(address):
-            # The main address is one of this host.
-            address = next((other.main for other in found if other.host != one.host), "")
+            # This rank is on the main host. Take the main address as another host resolves it.
+            address = next((other.main for other in by_rank if other.host_id != ours.host_id), "")
         if not address or is_loopback(address):
             raise ConfigError(
                 f"rank {rank} must have an address that other hosts can reach, got "
@@ -78,14 +84,17 @@ def listening_addresses(found: Sequence[RankAddress]) -> list[str]:
     return addresses
 
 
-def _towards(host: str) -> tuple[str, str]:
-    """Return the own address on the way to a host, and the host's address; empty without a way."""
-    if not host:
+def _route_to(name: str) -> tuple[str, str]:
+    """Return the local address of the route to a host, and the host's own numeric address.
+
+    Both are empty if there is no name or no route.
+    """
+    if not name:
         return "", ""
     try:
-        family, _, _, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, target = socket.getaddrinfo(name, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # This only looks the way up in the routing table.
+            # For a datagram socket, this only looks the route up; it sends nothing.
             probe.connect(target)
             return str(probe.getsockname()[0]), str(probe.getpeername()[0])
     except OSError:
@@ -97,7 +106,7 @@ def _address_of(interface: str) -> str:
     try:
         import fcntl
 
-        request = struct.pack("256s", interface.encode()[:15])
+        request = struct.pack("256s", interface.encode()[:_MAX_NAME_BYTES])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
     except (ImportError, OSError) as error:

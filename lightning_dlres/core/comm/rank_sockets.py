@@ -1,8 +1,9 @@
-"""ZeroMQ sockets between all ranks of a run: one that hears all of them, and one to each other.
+"""ZeroMQ sockets of a rank: one receives from all other ranks, and one sends to each of them.
 
 The ranks exchange addresses, secret tokens and keys through their process group. A rank's token is
-its name at the others, so no other process is heard: its messages are dropped, and its connection
-is closed. If the ranks are on several hosts, CURVE keys made for the run encrypt the traffic, too.
+its ZeroMQ identity at the others. They drop the messages of a process with another identity, and
+close its connection. If the ranks are on several hosts, CURVE keys made for the run also encrypt
+the traffic.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from lightning_dlres.core.wire.server import Server, SocketLimits
 
 _log = logging.getLogger(__name__)
 
-# A frame may be a whole gradient, and a rank may send many before they are read. Processes that
-# have not shown the token of a rank are cut off early.
+# A frame may be a whole gradient, and a rank may send many of them before they are read. So the
+# limit of unread bytes holds only until a connection has shown the token of a rank.
 _LIMITS = SocketLimits(
     message_bytes=1 << 34, unread_bytes=1 << 20, connections=4096, queued=1 << 20
 )
@@ -43,11 +44,17 @@ _TOKEN_BYTES = 16
 
 
 class _Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank tells the others, over the trusted process group."""
+    """Data that a rank gives the others, over the trusted process group.
+
+    Attributes:
+        token: Secret token of the rank.
+        public_key: Public CURVE key of the rank.
+        host_id, own, main: See `RankAddress`.
+    """
 
     token: bytes
     public_key: bytes
-    host: str
+    host_id: str
     own: str
     main: str
 
@@ -55,7 +62,8 @@ class _Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RankSockets(Server):
     """Sockets of one rank.
 
-    `send_frames` may be called from any thread, all other methods from one at a time.
+    `send_frames` and `interrupt` may be called from any thread, all other methods from one thread
+    at a time.
 
     Args:
         ranks: The other ranks by their tokens.
@@ -75,12 +83,13 @@ class RankSockets(Server):
         super().__init__(bind=bind, curve=keys, allowed=allowed, limits=_LIMITS)
         self.refusals.log = _log.warning
         self._ranks, self._keys = ranks, keys
-        # Socket and lock of each other rank.
+        # Socket that sends to each other rank, with its lock.
         self._outgoing: dict[int, tuple[zmq.Socket[bytes], threading.Lock]] = {}
         # Ids of the TCP connections that are open, and the rank of each that has sent a message.
         self._open: set[int] = set()
         self._rank_by_connection: dict[int, int] = {}
-        self._closed: list[int] = []
+        # Ranks whose connections have closed since the last call of `closed_ranks`.
+        self._closed_ranks: list[int] = []
 
     def connect(self, rank: int, endpoint: str, token: bytes, server_key: bytes) -> None:
         """Connect to another rank, without waiting.
@@ -92,7 +101,7 @@ class RankSockets(Server):
             server_key: Public key of the other rank; unused without keys.
         """
         client = self._new_socket(zmq.DEALER)
-        # No limit: a send never waits.
+        # No limit of the messages in the queue, so a send never waits.
         client.setsockopt(zmq.SNDHWM, 0)
         client.setsockopt(zmq.IDENTITY, token)
         client.setsockopt(zmq.IPV6, int("[" in endpoint))
@@ -114,10 +123,10 @@ class RankSockets(Server):
             client.send_multipart(frames, copy=False)
 
     def next_message(self, timeout: float) -> tuple[int, list[zmq.Frame]] | None:
-        """Return the sender and the frames of the next message of a rank.
+        """Return the sender's rank and the frames of the next message.
 
-        It returns None after `timeout` seconds, or earlier after `interrupt`, a refusal, or when a
-        connection was opened or closed.
+        It returns None after `timeout` seconds. It returns None earlier after `interrupt`, when it
+        has refused a message, and when a connection was opened or closed.
         """
         ready = self._poll(timeout)
         if self._monitor in ready:
@@ -150,33 +159,37 @@ class RankSockets(Server):
         """
         if self._socket.poll(0):
             return []
-        closed, self._closed = self._closed, []
+        closed, self._closed_ranks = self._closed_ranks, []
         return closed
 
     def close_after(self, seconds: float) -> None:
-        """Close all sockets; wait at most some seconds until sent messages have left."""
+        """Close all sockets; wait at most so many seconds until sent messages have left."""
         for client, lock in self._outgoing.values():
             with lock:
                 client.close(linger=round(1000 * seconds))
         self.close()
 
     def _introduce(self, connection: int, rank: int) -> None:
-        """Note the rank of a connection with its first message."""
-        # Events so far concern earlier connections with this id, or are the end of this one.
+        """Record the rank of a connection, which its first message has shown."""
+        # First read all events so far. They may end an earlier connection with the same id, or
+        # this one already.
         self._read_monitor()
         if connection in self._open:
             self._rank_by_connection[connection] = rank
             self._connections.trust(connection)
         else:
-            self._closed.append(rank)
+            self._closed_ranks.append(rank)
 
     @override
     def _note_event(self, event: ConnectionEvent) -> None:
         super()._note_event(event)
-        (self._open.add if event.opened else self._open.discard)(event.connection)
+        if event.opened:
+            self._open.add(event.connection)
+        else:
+            self._open.discard(event.connection)
         rank = self._rank_by_connection.pop(event.connection, None)
         if rank is not None:
-            self._closed.append(rank)
+            self._closed_ranks.append(rank)
 
 
 def open_rank_sockets(
@@ -186,7 +199,7 @@ def open_rank_sockets(
 
     Args:
         group: Gloo group of all ranks.
-        timeout: Deadline in seconds.
+        timeout: Deadline of each exchange with all ranks, in seconds.
         check: Called while waiting; raises if a rank is known to have failed.
 
     Raises:
@@ -198,19 +211,22 @@ def open_rank_sockets(
     token = secrets.token_hex(_TOKEN_BYTES).encode()
     own = _Introduction(token=token, public_key=keys.public, **asdict(address))
     gathered = gather_bytes(msgspec.msgpack.encode(own), timeout, check, group)
-    ranks = [from_msgpack(one, _Introduction) for one in gathered]
-    bind = listening_addresses([RankAddress(one.host, one.own, one.main) for one in ranks])[rank]
-    others = [other for other in range(len(ranks)) if other != rank]
+    by_rank = [from_msgpack(data, _Introduction) for data in gathered]
+    addresses = [RankAddress(each.host_id, each.own, each.main) for each in by_rank]
+    bind = listening_addresses(addresses)[rank]
+    others = [other for other in range(len(by_rank)) if other != rank]
+    # All ranks are on one host, so no traffic leaves it.
+    is_local = bind == LOOPBACK
     sockets = RankSockets(
-        {ranks[other].token: other for other in others},
+        {by_rank[other].token: other for other in others},
         bind=bind,
-        keys=None if bind == LOOPBACK else keys,
-        allowed=() if bind == LOOPBACK else [ranks[other].public_key for other in others],
+        keys=None if is_local else keys,
+        allowed=() if is_local else [by_rank[other].public_key for other in others],
     )
     try:
         endpoints = gather_bytes(sockets.endpoint.encode(), timeout, check, group)
         for other in others:
-            sockets.connect(other, endpoints[other].decode(), token, ranks[other].public_key)
+            sockets.connect(other, endpoints[other].decode(), token, by_rank[other].public_key)
     except BaseException:
         sockets.close_after(0.0)
         raise

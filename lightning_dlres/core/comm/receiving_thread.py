@@ -1,8 +1,9 @@
 """Thread that receives the messages of all ranks for a mailbox over ZeroMQ.
 
-A message has a small frame and, if it has large tensors, a frame with their bytes. The small one
-begins with the channel and a number, which counts the messages to a rank. A missing number reveals
-messages that were lost with a broken connection. The header of a payload follows.
+A message has a small frame and, if it has large tensors, a second frame with their bytes. The small
+frame holds a prefix and the header of a payload. The prefix is the channel, and a sequence number
+that counts the messages from one rank to another. A gap in the numbers reveals messages that were
+lost with a broken connection.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from lightning_dlres.core.errors import PeerLostError, ProtocolError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire import payload
 
-# Start of a message: its channel, and its number among the messages to this rank.
+# Start of a message: its channel (or a `Control`), and its sequence number.
 PREFIX = struct.Struct("<QQ")
-_CHANNELS = {int(channel): channel.name.lower() for channel in Channel}
-# Longest wait for a message, in seconds.
+_CHANNEL_NAMES = {int(channel): channel.name.lower() for channel in Channel}
+# Longest wait for a message, in seconds. `add` and `end` interrupt the wait.
 _WAIT_SECONDS = 1.0
 
 
 class Control(IntEnum):
-    """Number of a message without content, in the place of a channel's."""
+    """Kind of a message that has only a prefix, with this number instead of a channel's.
+
+    HELLO is the first message to each rank, and GOODBYE the last one.
+    """
 
     HELLO = 0
     GOODBYE = 1
@@ -44,6 +48,10 @@ class SocketReceiver:
 
     Args:
         handle: Called with each item; None collects them in `items`.
+
+    Attributes:
+        items: Messages that have arrived, and the error that ended the connection, if any.
+        handle: Function that gets each item.
     """
 
     def __init__(self, handle: Callable[[Item], None] | None = None) -> None:
@@ -56,13 +64,13 @@ class _Source:
     """Another rank, as the receiving thread knows it.
 
     Attributes:
-        next: Number of the next message.
+        next_sequence: Sequence number of its next message.
         has_ended: True after a goodbye or a failure.
-        receivers: Ends of the channels that this rank has asked for.
-        early: Messages on other channels, in order.
+        receivers: Receiver of each channel that has one.
+        early: Frames of the messages on each other channel, in order.
     """
 
-    next: int = 0
+    next_sequence: int = 0
     has_ended: bool = False
     receivers: dict[int, SocketReceiver] = field(default_factory=dict)
     early: dict[int, list[list[zmq.Frame]]] = field(default_factory=lambda: defaultdict(list))
@@ -78,7 +86,7 @@ class ReceivingThread:
         tracer: Records a span for every message.
 
     Attributes:
-        all_heard: Set once all ranks are connected.
+        all_heard: Event that is set once the HELLO of every other rank has arrived.
         failures: Errors that ended the connections to ranks, by rank.
     """
 
@@ -97,17 +105,17 @@ class ReceivingThread:
         self._added: queue.SimpleQueue[tuple[int, int, SocketReceiver]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._has_failed = False
-        # How `end` was called; None before.
+        # Argument of `end`; None before.
         self._is_orderly: bool | None = None
         self._thread = threading.Thread(target=self._run, name="receive-sockets", daemon=True)
         self._thread.start()
 
     def unheard(self) -> list[int]:
-        """Return the ranks that are not connected."""
+        """Return the ranks whose HELLO has not arrived."""
         return sorted(self._unheard)
 
     def add(self, source: int, channel: int, receiver: SocketReceiver) -> None:
-        """Give the messages on a channel to a receiver."""
+        """Give the messages on a channel to a receiver, also those that have arrived already."""
         self._added.put((source, channel, receiver))
         with self._lock:
             if self._has_failed:
@@ -116,7 +124,11 @@ class ReceivingThread:
         self._sockets.interrupt()
 
     def end(self, orderly: bool) -> threading.Thread:
-        """End the thread, if `orderly` when all ranks have said goodbye; return the thread."""
+        """Tell the thread to end, and return it without waiting for its end.
+
+        Args:
+            orderly: True lets it end when all ranks have said goodbye, and False at once.
+        """
         self._is_orderly = orderly
         self._sockets.interrupt()
         return self._thread
@@ -127,14 +139,14 @@ class ReceivingThread:
                 self._take_receivers()
                 message = self._sockets.next_message(_WAIT_SECONDS)
                 if message is not None:
-                    self._take(*message)
+                    self._handle(*message)
                     # Free the message. Otherwise it stays in memory until the next one comes.
                     del message
                     continue
                 for rank in self._sockets.closed_ranks():
                     self._fail(rank, PeerLostError("the connection was closed by the peer"))
         except Exception as error:
-            # Any error: `receive` must raise it, and not wait for a thread that has ended.
+            # Any error: `Mailbox.receive` must raise it instead of waiting for an ended thread.
             for rank in self._sources:
                 self._fail(rank, error)
             with self._lock:
@@ -144,7 +156,7 @@ class ReceivingThread:
     def _is_finished(self) -> bool:
         if self._is_orderly is None:
             return False
-        return not self._is_orderly or all(one.has_ended for one in self._sources.values())
+        return not self._is_orderly or all(source.has_ended for source in self._sources.values())
 
     def _take_receivers(self) -> None:
         while not self._added.empty():
@@ -153,11 +165,11 @@ class ReceivingThread:
             source.receivers[channel] = receiver
             for frames in source.early.pop(channel, []):
                 self._deliver(rank, channel, receiver, frames)
-            # A new failure, by one of these messages, was handed to all receivers.
+            # Only an earlier failure: one by these messages was given to all receivers just now.
             if failure is not None:
                 receiver.handle(failure)
 
-    def _take(self, rank: int, frames: list[zmq.Frame]) -> None:
+    def _handle(self, rank: int, frames: list[zmq.Frame]) -> None:
         source = self._sources[rank]
         if source.has_ended:
             return
@@ -165,19 +177,22 @@ class ReceivingThread:
         if len(start) < PREFIX.size:
             self._fail(rank, self._malformed(rank, "a message without its prefix"))
             return
-        channel, number = PREFIX.unpack(start)
-        if number != source.next:
-            text = f"message {number} in the place of {source.next}"
-            self._fail(rank, self._malformed(rank, text))
+        channel, sequence = PREFIX.unpack(start)
+        if sequence != source.next_sequence:
+            text = f"message {sequence}, expected message {source.next_sequence}"
+            lost = (
+                "A broken connection may have lost messages. Check the network between the hosts."
+            )
+            self._fail(rank, ProtocolError(f"{self._names[rank]} sent {text}. {lost}"))
             return
-        source.next += 1
+        source.next_sequence += 1
         if channel == Control.HELLO:
             self._unheard.discard(rank)
             if not self._unheard:
                 self.all_heard.set()
         elif channel == Control.GOODBYE:
             source.has_ended = True
-        elif channel not in _CHANNELS:
+        elif channel not in _CHANNEL_NAMES:
             self._fail(rank, self._malformed(rank, f"a message on the unknown channel {channel}"))
         elif channel in source.receivers:
             self._deliver(rank, channel, source.receivers[channel], frames)
@@ -188,7 +203,7 @@ class ReceivingThread:
         self, rank: int, channel: int, receiver: SocketReceiver, frames: list[zmq.Frame]
     ) -> None:
         try:
-            with self._tracer.span(f"receive {_CHANNELS[channel]}", "transfer", peer=rank):
+            with self._tracer.span(f"receive {_CHANNEL_NAMES[channel]}", "transfer", peer=rank):
                 item = self._decoded(rank, frames)
         except Exception as error:
             # Any error: the tree may be of classes that this process cannot build.
@@ -206,7 +221,8 @@ class ReceivingThread:
         sizes = payload.large_sizes(header)
         data = frames[1].buffer if len(frames) > 1 else memoryview(b"")
         if sum(sizes) != len(data):
-            raise self._malformed(rank, f"{len(data)} bytes where the header says {sum(sizes)}")
+            text = f"{len(data)} bytes of tensors, and a header that says {sum(sizes)}"
+            raise self._malformed(rank, text)
         large, offset = [], 0
         for size in sizes:
             # A copy: ZeroMQ's memory is not aligned, and may be shared by several messages.
@@ -222,7 +238,10 @@ class ReceivingThread:
         )
 
     def _fail(self, rank: int, error: BaseException) -> None:
-        """End the connection to a rank with an error, unless it has ended."""
+        """Ignore further messages of a rank, and give the error to its receivers.
+
+        It does nothing after a goodbye or an earlier failure.
+        """
         source = self._sources[rank]
         if source.has_ended:
             return

@@ -1,5 +1,5 @@
-"""Mailbox over ZeroMQ: messages leave from the calling thread without a copy, and one thread
-receives those of all ranks."""
+"""Mailbox over ZeroMQ: messages leave from the calling thread, and one thread receives those of all
+ranks. A message with a single large tensor is sent without copying the tensor."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ from lightning_dlres.core.units import format_seconds
 
 # Pause between two calls of `check`, in seconds.
 _POLL_SECONDS = 0.05
-# Longest wait for the last messages to leave, in seconds. Their receivers are there to take them.
+# Longest wait of an orderly `close` for the last messages to leave, in seconds. The receivers still
+# read them, so they leave soon.
 _LINGER_SECONDS = 5.0
 
 
 class SocketMailbox(Mailbox):
     """Sender and receiver of one rank's messages, over ZeroMQ.
 
-    Made by all ranks together. It waits until all ranks are connected.
+    All ranks make theirs together. The constructor waits until all ranks are connected.
 
     Args:
         group: Gloo process group over all ranks, through which they exchange addresses and keys.
         rank: This rank.
         names: Names of all ranks in errors.
-        timeout: Deadline of `receive` in seconds.
+        timeout: Deadline of `receive`, and of the connections, in seconds.
         check: Called while waiting; raises if a rank is known to have failed.
         tracer: Records a span for every transfer.
 
@@ -76,24 +77,25 @@ class SocketMailbox(Mailbox):
         super().__init__(group, rank, names, timeout=timeout, check=check, tracer=tracer)
         self._sockets = open_rank_sockets(group, timeout, check)
         others = [other for other in range(len(names)) if other != rank]
-        self._numbers = {other: _Numbers() for other in others}
+        self._sequences = {other: _Sequence() for other in others}
         self._receiving = ReceivingThread(self._sockets, names, others, tracer)
         try:
             for other in others:
                 self._send(other, Control.HELLO, b"", [])
             self._wait_for_all()
-            # A rank that has not heard this one yet would cut off a large message.
+            # A barrier. A rank that has not read this rank's HELLO limits its unread bytes, and
+            # would cut off a large message.
             gather_bytes(b"", timeout, check, group)
         except BaseException:
             self.close(orderly=False)
             raise
 
     @override
-    def _new_sender(self, destination: int, channel: Channel) -> SendingEnd:
+    def _new_sending_end(self, destination: int, channel: Channel) -> SendingEnd:
         return _SocketSender(self._link(destination, channel), self._send)
 
     @override
-    def _new_receiver(
+    def _new_receiving_end(
         self, source: int, channel: Channel, handle: Callable[[Item], None] | None = None
     ) -> ReceivingEnd:
         receiver = SocketReceiver(handle)
@@ -103,16 +105,17 @@ class SocketMailbox(Mailbox):
     @override
     def close(self, orderly: bool) -> None:
         if orderly:
-            for other in self._numbers:
+            for other in self._sequences:
                 with suppress(PeerLostError):
                     self._send(other, Control.GOODBYE, b"", [])
         thread = self._receiving.end(orderly)
         thread.join(self.timeout if orderly else FAILED_CLOSE_SECONDS)
         if thread.is_alive():
-            # It still uses the sockets.
+            # The thread still uses the sockets, so they stay open.
             abandon([thread])
         else:
-            # A rank that fails has just told the others why.
+            # After a failure, too, messages need some time to leave: the last ones may tell the
+            # others the reason.
             self._sockets.close_after(_LINGER_SECONDS if orderly else FAILED_CLOSE_SECONDS)
         super().close(orderly)
 
@@ -120,11 +123,11 @@ class SocketMailbox(Mailbox):
         failure = self._receiving.failures.get(rank)
         if failure is not None:
             raise PeerLostError(f"{self.names[rank]} cannot be reached: {failure}") from failure
-        numbers = self._numbers[rank]
+        sequence = self._sequences[rank]
         data = [byte_array(tensor.cpu()) for tensor in large]
-        with numbers.lock:
-            frames: list[Any] = [PREFIX.pack(channel, numbers.next) + header]
-            numbers.next += 1
+        with sequence.lock:
+            frames: list[Any] = [PREFIX.pack(channel, sequence.next) + header]
+            sequence.next += 1
             if data:
                 frames.append(data[0] if len(data) == 1 else np.concatenate(data))
             self._sockets.send_frames(rank, frames)
@@ -144,8 +147,11 @@ class SocketMailbox(Mailbox):
 
 
 @dataclass
-class _Numbers:
-    """Number of the next message to a rank. The lock also keeps the messages in its order."""
+class _Sequence:
+    """Sequence number of the next message to a rank.
+
+    A sender holds the lock until its message is sent, so that messages leave in their order.
+    """
 
     next: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -34,14 +34,14 @@ class InterruptedMailbox(Mailbox):
 
     other: threading.Thread | None = None
 
-    def _new_sender(self, destination: int, channel: Channel) -> SendingEnd:
+    def _new_sending_end(self, destination: int, channel: Channel) -> SendingEnd:
         if self.other is None:
             self.other = threading.Thread(target=self.connect, args=(destination, channel))
             self.other.start()
             # It must wait until this thread has made the end.
             self.other.join(0.2)
             assert self.other.is_alive()
-        return super()._new_sender(destination, channel)
+        return super()._new_sending_end(destination, channel)
 
 
 def test_threads_that_begin_together_share_one_end() -> None:
@@ -71,7 +71,7 @@ def test_nothing_is_sent_after_the_goodbye() -> None:
             name="rank 1",
             channel="SYNC_REPORT",
             tag=1,
-            short_frame=payload.FIRST_FRAME_BYTES,
+            buffer_bytes=payload.FIRST_FRAME_BYTES,
             tracer=Tracer(),
         )
     )

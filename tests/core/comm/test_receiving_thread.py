@@ -216,7 +216,7 @@ def test_a_rank_is_closed_only_after_its_last_message(stack: ExitStack) -> None:
 
     def is_closed() -> bool:
         reader._read_monitor()
-        return bool(reader._closed)
+        return bool(reader._closed_ranks)
 
     wait_until(is_closed, "rank 1 has closed its connection")
     assert reader.next_message(SECONDS) is None, "the message of the stranger is refused"

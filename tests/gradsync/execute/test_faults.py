@@ -120,7 +120,7 @@ def run_out_of_memory() -> None:
 
 
 def send_nonsense(mailbox: RecordingMailbox) -> None:
-    for destination, channel in list(mailbox._outboxes):
+    for destination, channel in list(mailbox._sending_ends):
         if channel is Channel.GRADIENT_SYNC:
             mailbox.send(destination, channel, ("gradients",), [FAULTY_STEP, [[0, 0, -1]]])
 
