@@ -1,7 +1,7 @@
 """Threads that still wait for a lost rank when their process ends.
 
-Gloo cannot stop waiting. If such a thread returns from gloo while the interpreter shuts down, it is
-ended in the middle of C++ code, which aborts the process with a meaningless message.
+Gloo cannot stop waiting. A thread that returns from gloo while the interpreter shuts down is ended
+in the middle of C++ code. That aborts the process with a meaningless message.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import threading
 import time
 from collections.abc import Sequence
 
-# Time for the threads to end by themselves at exit, for all of them together.
+# Time that all threads together get at exit to end by themselves.
 _PATIENCE_SECONDS = 2.0
 _threads: list[threading.Thread] = []
 
 
 def abandon(threads: Sequence[threading.Thread]) -> None:
-    """Register threads of a failed run, so that the process can exit although they still wait."""
+    """Register threads of a failed run, so that the process can exit although they still wait.
+
+    If one of them still runs a few seconds after the exit has begun, the process ends at once, with
+    status 1.
+    """
     if threads and not _threads:
         atexit.register(_exit_despite_threads)
     _threads.extend(threads)

@@ -31,17 +31,19 @@ def no_check() -> None:
 def broadcast_tree(tree: Tree, source: int, timeout: float, check: Check) -> Tree:
     """Return the source's tree on all ranks; called by all of them.
 
-    It is meant for small trees: large ones take one message per tensor.
+    It is meant for small trees: large ones take one broadcast per tensor.
 
     Args:
         tree: Tree to send; ignored on all ranks but the source.
         source: Rank of the source.
-        timeout: Deadline in seconds.
+        timeout: Deadline of each broadcast, in seconds.
         check: Function described at `Check`.
 
     Raises:
         ConfigError: If the tree holds a value that cannot be sent.
         PeerTimeoutError: If some rank does not take part within `timeout` seconds.
+        PeerLostError: If a rank has failed, or its connection broke.
+        ProtocolError: If the received bytes are not a tree of this version.
     """
     is_source = dist.get_rank() == source
     header, large = payload.encode(tree, ("object",)) if is_source else (b"", [])
@@ -65,7 +67,17 @@ def broadcast_tree(tree: Tree, source: int, timeout: float, check: Check) -> Tre
 
 
 def gather_numbers(values: list[float], timeout: float, check: Check) -> list[list[float]]:
-    """Return every rank's numbers, by rank; called by all ranks, each with equally many."""
+    """Return every rank's numbers, by rank; called by all ranks, each with equally many.
+
+    Args:
+        values: Numbers of this rank; they travel as float64.
+        timeout: Deadline in seconds.
+        check: Function described at `Check`.
+
+    Raises:
+        PeerTimeoutError: If some rank does not take part within `timeout` seconds.
+        PeerLostError: If a rank has failed, or its connection broke.
+    """
     own = torch.tensor(values, dtype=torch.float64)
     return [numbers.tolist() for numbers in _all_gather(own, timeout, check)]
 
@@ -76,8 +88,8 @@ def gather_bytes(
     """Return every rank's bytes, by rank; called by all ranks.
 
     Args:
-        data: Bytes of this rank.
-        timeout: Deadline in seconds.
+        data: Bytes of this rank, of any length.
+        timeout: Deadline of each of two collectives, in seconds.
         check: Function described at `Check`.
         group: Process group with a backend for the CPU; None for the default one.
 
@@ -87,7 +99,9 @@ def gather_bytes(
     """
     lengths = _all_gather(torch.tensor([len(data)]), timeout, check, group)
     padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+    if data:
+        # `frombuffer` refuses an empty buffer.
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     pieces = _all_gather(padded, timeout, check, group)
     return [
         piece.numpy().tobytes()[: int(length)]
@@ -114,6 +128,10 @@ def any_rank(
         timeout: Deadline in seconds.
         check: Function described at `Check`.
         while_waiting: Called repeatedly until all ranks take part.
+
+    Raises:
+        PeerTimeoutError: If some rank does not take part within `timeout` seconds.
+        PeerLostError: If a rank has failed, or its connection broke.
     """
     value = torch.tensor([int(flag)])
     work = dist.all_reduce(value, op=dist.ReduceOp.MAX, async_op=True)
@@ -122,7 +140,7 @@ def any_rank(
 
 
 def all_ranks(flag: bool, timeout: float, check: Check) -> bool:
-    """Return True if the flag is set on all ranks; called by all of them."""
+    """Return True if the flag is set on all ranks; called by all of them. See `any_rank`."""
     return not any_rank(not flag, timeout, check)
 
 

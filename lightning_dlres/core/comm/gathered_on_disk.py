@@ -1,7 +1,7 @@
 """Large trees of all ranks, gathered on rank 0 without holding them in its memory.
 
-Rank 0 receives the tree of one rank at a time, and puts its tensors into files that are mapped into
-memory. The files have no name any more, and the operating system removes them with the last tensor.
+Rank 0 receives the tree of one rank at a time, and copies its tensors into files that are mapped
+into memory. The files are unlinked at once, so the operating system frees each one with its tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _KEY = ("gathered on disk",)
 
 
 def gather_on_disk(own: Tree, mailbox: Mailbox, what: str) -> list[Tree] | None:
-    """Return the trees of all ranks on rank 0, and None elsewhere; called by all ranks.
+    """Return the trees of all ranks on rank 0, by rank, and None elsewhere; called by all ranks.
+
+    The tensors of other ranks lie in files. Those of rank 0 are returned as they are.
 
     Args:
         own: Tree of this rank.

@@ -1,8 +1,8 @@
 """Heartbeats between rank 0 and the other ranks, and the rules that turn silence into a failure.
 
-The ranks form a star over ZeroMQ, of one `Hub` and many `Member`s. Neither has a thread or a clock.
-A `Watch` (see `liveness`) owns one of them, passes it the current time, and acts on the failures
-that it returns. So the rules can be tested with any clock and without sockets.
+The ranks form a star over ZeroMQ: a `Hub` on rank 0, and a `Member` on each other rank. Neither has
+a thread or a clock. A `Watch` (see `liveness`) owns one of them, passes it the current time, and
+acts on the failures that it returns. So the rules can be tested with any clock and without sockets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RankFailure:
 
     Attributes:
         origin: The rank at fault.
-        message: A sentence that names the rank.
+        message: The rank's name and the reason, for errors and reports.
     """
 
     origin: int
@@ -53,7 +53,7 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         endpoint: ZeroMQ endpoint of the hub.
-        names: Names of all ranks in messages.
+        names: Names of all ranks in errors and reports.
         token: Secret of the run, in every message.
         deadline: Seconds of silence after which the hub counts a rank as lost.
         server_key: Public CURVE key of the hub; empty on a loopback address.
@@ -79,7 +79,7 @@ class WatchPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         origin: The rank at fault, in an ABORT from the hub.
         reason: The failure, in an ABORT.
         confirms: Kind of the confirmed message, in a CONFIRM.
-        signals: Number of POSIX signals that the sender has received, by signal number.
+        signals: How many times the sender has received each POSIX signal, by signal number.
     """
 
     token: bytes
@@ -96,11 +96,12 @@ class Peer:
 
     Attributes:
         rank: Rank of the peer.
-        last_heard: Time of its last message; before it has joined, start of the watch.
+        last_heard: Time of its last message; before the first one, start of the watch.
         joined: True after its first message.
         left: True after its goodbye.
         lost: True after its failure was detected here.
-        closed_at: Time at which its connection closed; None while it is open.
+        closed_at: Time at which its connection closed; None while it is open, or if it has sent a
+            message since then.
         unconfirmed: Payloads by kind that it has not confirmed; sent again with each heartbeat.
     """
 
@@ -117,7 +118,7 @@ class Peer:
         self.last_heard, self.joined, self.closed_at = now, True, None
 
     def discount_pause(self, seconds: float) -> None:
-        """Do not count time in which this rank could not listen, such as while it was stopped."""
+        """Leave out time in which this rank could not listen, such as while it was stopped."""
         self.last_heard += seconds
         self.closed_at = None if self.closed_at is None else self.closed_at + seconds
 
@@ -149,30 +150,42 @@ class HeartbeatTimeouts:
 
         Args:
             peer: State of the peer.
-            name: Name of the peer.
-            now: Current time.
+            name: Name of the peer in the reason.
+            now: Current time, from `time.monotonic`.
             trust_closed: False if a closed connection proves nothing, since the peer may have
                 opened another one.
         """
-        silent = now - peer.last_heard
+        silent_seconds = now - peer.last_heard
         if peer.left:
             return None
         if not peer.joined:
             wait = max(self.deadline, JOIN_SECONDS)
+            if silent_seconds <= wait:
+                return None
             missing = f"{name} did not join the watch within {format_seconds(wait)}"
-            return f"{missing}: it was killed, hangs or is cut off" if silent > wait else None
-        if silent > self.deadline:
+            return f"{missing}: it was killed, hangs or is cut off"
+        if silent_seconds > self.deadline:
             waited = format_seconds(self.deadline)
             return f"{name} has not been heard from for {waited}: it was killed or hangs"
-        # ZeroMQ reconnects a live rank within 0.1 s, and the rank's heartbeats go on.
-        closed = now - peer.closed_at if trust_closed and peer.closed_at is not None else 0.0
-        if closed > min(1.0, self.deadline / 4) and silent > 2 * self.interval:
+        if not trust_closed or peer.closed_at is None:
+            return None
+        # A live rank loses its connection, too, if the network fails briefly. ZeroMQ then connects
+        # again within 0.1 s, and the next heartbeat arrives.
+        closed_seconds = now - peer.closed_at
+        if closed_seconds > min(1.0, self.deadline / 4) and silent_seconds > 2 * self.interval:
             return f"{name} is gone: its connection closed without a goodbye (killed or crashed)"
         return None
 
 
 class WatchEndpoint(abc.ABC):
-    """One end of the star. All methods except `interrupt` run in the watch's thread."""
+    """One end of the star. All methods except `interrupt` run in the watch's thread.
+
+    Args:
+        rank: This rank.
+        endpoint: Socket of this rank.
+        peers: State of the ranks at the other ends: all others on the hub, the hub on a member.
+        invitation: Invitation of the run.
+    """
 
     def __init__(
         self, rank: int, endpoint: Server | Client, peers: list[Peer], invitation: Invitation
@@ -187,7 +200,7 @@ class WatchEndpoint(abc.ABC):
         # dict.
         self.member_signals: dict[int, dict[int, int]] = {}
         self._token = invitation.token
-        # Counts and logs messages that do not belong to this run.
+        # Counts and logs the messages that are refused: they do not belong to this run.
         self.refusals = (
             endpoint.refusals if isinstance(endpoint, Server) else Refusals(_log.warning)
         )
@@ -201,7 +214,7 @@ class WatchEndpoint(abc.ABC):
 
     @abc.abstractmethod
     def update_connections(self, now: float) -> None:
-        """Record connections that were opened or closed."""
+        """Record the connections of peers that were opened or closed since the last call."""
 
     @abc.abstractmethod
     def send_heartbeat(self) -> None:
@@ -216,7 +229,10 @@ class WatchEndpoint(abc.ABC):
         return True
 
     def find_failure(self, timeouts: HeartbeatTimeouts, now: float) -> RankFailure | None:
-        """Return the first failure that silence or a closed connection shows."""
+        """Return a failure that silence or a closed connection shows, and mark its rank as lost.
+
+        None if no peer has failed.
+        """
         trust_closed = self.trusts_closed_connections(timeouts, now)
         for peer in self.peers:
             reason = timeouts.failure_reason(peer, self.names[peer.rank], now, trust_closed)
@@ -226,7 +242,7 @@ class WatchEndpoint(abc.ABC):
         return None
 
     def broadcast(self, kind: str, failure: RankFailure | None = None) -> None:
-        """Send a message to all peers, repeatedly until each has confirmed it."""
+        """Send a message to all peers that have not left, again until each has confirmed it."""
         if failure is None:
             payload = self._payload()
         else:
@@ -247,7 +263,7 @@ class WatchEndpoint(abc.ABC):
         """Return the payload of a message from one of these ranks.
 
         Raises:
-            ProtocolError: If the message does not belong to this run.
+            ProtocolError: If the message has another token, sender or kind, or cannot be decoded.
         """
         payload = message.decode(WatchPayload)
         if not hmac.compare_digest(payload.token, self._token):
@@ -264,7 +280,7 @@ class WatchEndpoint(abc.ABC):
 
 
 class Hub(WatchEndpoint):
-    """Rank 0's end: hears all other ranks, and forwards failures to them."""
+    """Rank 0's end: answers the heartbeats of all other ranks, and forwards failures to them."""
 
     def __init__(self, server: Server, invitation: Invitation) -> None:
         now = time.monotonic()
@@ -309,22 +325,23 @@ class Hub(WatchEndpoint):
         """Do nothing: the hub answers heartbeats."""
 
     def trusts_closed_connections(self, timeouts: HeartbeatTimeouts, now: float) -> bool:
-        # A connection that has sent nothing yet may belong to a rank that reconnected and is busy.
-        # It has the same deadline as a rank. After that, it is taken for a foreign process.
+        # A connection that has sent nothing yet may be that of a rank that has reconnected and is
+        # busy. After the deadline of a rank, it counts as that of a process outside the run.
         return all(now - since > timeouts.deadline for since in self._silent_since.values())
 
     def forward_failure(self, failure: RankFailure) -> None:
         self.broadcast(ABORT, failure)
 
     def _send(self, peer: Peer, kind: str, payload: WatchPayload) -> None:
-        # A rank that cannot be reached gets the message after its next heartbeat, or is lost.
+        # A rank that cannot be reached now gets ABORT and GOODBYE again after its next heartbeat.
+        # If none comes, it is lost.
         with contextlib.suppress(PeerError):
             name = identity(peer.rank, self._token)
             self._server.send(name, kind, msgspec.msgpack.encode(payload))
 
 
 class Member(WatchEndpoint):
-    """The end of any other rank: sends heartbeats to the hub, and trusts its failure reports."""
+    """Any other rank's end: sends heartbeats to the hub, and believes its reports of failures."""
 
     def __init__(self, rank: int, client: Client, invitation: Invitation) -> None:
         self._hub = Peer(0, time.monotonic(), joined=True)

@@ -2,21 +2,21 @@
 
 A collective cannot tell a slow peer from a dead one: gloo and NCCL wait for minutes, and their
 error names no rank. A `Watch` runs beside the training in a thread. Rank 0 is the hub of a star.
-Each other rank sends it a heartbeat and gets an answer (see `heartbeat`). The hub reports a lost
-rank to all others:
+Each other rank sends it heartbeats and gets answers (see `heartbeat`). The hub tells all others of
+a lost rank:
 
 - at once, if the rank announces its failure;
 - within a few heartbeats, if its connection closed without a goodbye (it was killed);
 - after `deadline`, if it is silent although its connection is open (it hangs, or its host or
   network is down). A busy rank keeps its connection, so it has the whole deadline.
 
-A rank that learns of a failure reports it first. Its process then has `grace` seconds to end by
-itself. After that the watch ends the process, since a main thread inside a collective may never see
-an exception.
+The watch of a rank that learns of a failure calls `report`, which prints a line by default. The
+process then has `grace` seconds to end by itself. After that the watch ends it, since a main thread
+inside a collective may never see an exception.
 
 Processes that a rank has forked, such as workers of a DataLoader, keep its connection open until
-they end. Until then a killed rank looks like one that hangs, and the deadline detects it. After
-rank 0 has closed its watch, failures are no longer detected.
+they end. Until then a killed rank looks like one that hangs, and only the deadline detects it.
+After rank 0 has closed its watch, failures are no longer detected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import msgspec
 
@@ -76,11 +75,18 @@ class Watch:
         endpoint: This rank's end of the star.
         invitation: Encoded invitation of the run.
         timeouts: Interval of heartbeats, and the deadline by which silence becomes a failure.
-        grace: Time between a failure and the call of `kill`; none is made after `close`.
-        report: Called once when another rank fails, from the watch's thread, before `failure` is
-            set. It must not call the watch. None writes a line to stderr.
+        grace: Time between a failure and the call of `kill`. `kill` is not called after `close`.
+        report: Called once, with the failure's message, when another rank fails: from the watch's
+            thread, before `failure` is set. It must not call the watch. None writes a line to
+            stderr.
         kill: Ends the process. None: `os._exit(1)`.
         parent: Process id of rank 0 if it has started this process, else None.
+
+    Attributes:
+        names: Names of all ranks in messages.
+        rank: This rank.
+        invitation: Encoded invitation, for the other ranks to join.
+        failed: Event that is set with `failure`.
     """
 
     def __init__(
@@ -109,8 +115,8 @@ class Watch:
         self._is_failure_handled = False
         self._confirmed = threading.Event()
         self._closing = threading.Event()
-        # Times at which the wait for confirmations ends, and at which `kill` is called; None if
-        # there is no such time yet.
+        # Time at which the wait for confirmations of the goodbye ends; None before `close`. Time at
+        # which `kill` is called; None without a failure.
         self._flush_until: float | None = None
         self._kill_at: float | None = None
         self._last_event_time = self._next_heartbeat = time.monotonic()
@@ -141,7 +147,8 @@ class Watch:
             grace, report, kill: See `Watch`.
 
         Raises:
-            ConfigError: If there are no names, a time is not positive, or the address is unusable.
+            ConfigError: If there are no names, a time is too short or infinite, or this host cannot
+                listen at the address.
         """
         _check_times(deadline, grace)
         if not names:
@@ -202,7 +209,7 @@ class Watch:
                 as lost when the parent of this process changes, too.
 
         Raises:
-            ConfigError: If the rank is not invited, or a time is not positive.
+            ConfigError: If the invitation is not for this rank, or a time is too short or infinite.
             ProtocolError: If the invitation cannot be decoded.
         """
         try:
@@ -231,10 +238,7 @@ class Watch:
             monitor=True,
         )
         # Heartbeats must be frequent enough for the hub, even if this rank's deadline is longer.
-        interval = min(
-            HeartbeatTimeouts.of(own_deadline).interval,
-            HeartbeatTimeouts.of(decoded.deadline).interval,
-        )
+        interval = HeartbeatTimeouts.of(min(own_deadline, decoded.deadline)).interval
         return cls(
             endpoint=Member(rank, client, decoded),
             invitation=invitation,
@@ -279,7 +283,7 @@ class Watch:
         return largest
 
     def announce(self, message: str) -> None:
-        """Announce this rank's failure and its reason to all others; return within about a second.
+        """Tell all other ranks that this one has failed, and why; return within about a second.
 
         Only the first failure of a run counts: nothing is sent if another one is known. Nothing is
         sent after `close` either.
@@ -304,12 +308,7 @@ class Watch:
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:
@@ -317,7 +316,8 @@ class Watch:
             while not self._is_finished():
                 self._handle_next_event()
         except Exception as error:
-            # Without a watch a failure would go unnoticed, so an error in the watch is a failure.
+            # Without a watch, a failure would go unnoticed. So an error in the watch is a failure
+            # of this rank.
             _log.exception("the watch failed")
             message = f"the watch of {self.names[self.rank]} failed: {error!r}"
             self._publish(RankFailure(self.rank, message))
@@ -333,7 +333,7 @@ class Watch:
         return flushed or time.monotonic() >= self._flush_until
 
     def _handle_next_event(self) -> None:
-        """Wait for one message or the next time limit, and act on it."""
+        """Wait for a message, at most until something else is due, and act on both."""
         wait = self._seconds_to_next_event()
         message = self._receive(wait)
         now = time.monotonic()
@@ -346,7 +346,7 @@ class Watch:
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._timeouts.interval
             self._endpoint.send_heartbeat()
-        # While messages are queued, a peer that seems silent may have sent the next one.
+        # Judge silence only when no message is queued: the next one may be of a silent peer.
         if message is None and not self._is_failure_handled and not self._closing.is_set():
             failure = self._endpoint.find_failure(self._timeouts, now) or self._parent_failure()
             if failure is not None:
@@ -380,8 +380,8 @@ class Watch:
             self._handle_failure(failure)
 
     def _discount_pause(self, late: float) -> None:
-        """Do not count time in which this process was stopped or got no CPU time: the other ranks
-        may have sent heartbeats in it. `late` are the seconds by which this thread woke up late."""
+        """Leave out time in which this process was stopped or got no CPU time: the other ranks may
+        have sent heartbeats in it. `late` are the seconds by which this thread woke up late."""
         if late > self._timeouts.interval:
             for peer in self._endpoint.peers:
                 peer.discount_pause(late)
@@ -406,7 +406,7 @@ class Watch:
         return RankFailure(0, f"{self.names[0]} is gone: this process has lost its parent")
 
     def _handle_failure(self, failure: RankFailure) -> None:
-        """Publish and forward the first failure. Later ones are consequences and are dropped."""
+        """Publish and forward the first failure; drop later ones, which follow from it."""
         if not self._is_failure_handled:
             self._is_failure_handled = True
             self._publish(failure)
@@ -416,7 +416,7 @@ class Watch:
         """Report a failure, and make it visible to other threads."""
         if self._closing.is_set():
             return
-        # The report comes first: a thread that sees the failure may end the process at once.
+        # Report before the failure is visible: a thread that sees it may end the process at once.
         try:
             self._report(failure.message)
         except Exception:
@@ -447,4 +447,4 @@ def _exit() -> None:
 def _check_times(deadline: float, grace: float) -> None:
     for name, value, least in (("deadline", deadline, 0.1), ("grace", grace, 0.0)):
         if not least <= value < float("inf"):
-            raise ConfigError(got_expected(name, value, f"{least} s or more", "10.0"))
+            raise ConfigError(got_expected(name, value, f"finite and at least {least} s", "10.0"))

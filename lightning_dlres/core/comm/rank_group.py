@@ -1,4 +1,4 @@
-"""Protocol of the ranks of a run, as profiling uses them."""
+"""Protocol of the group of ranks that profiling measures together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankGroup(Protocol):
         """Return the source's tree on all ranks."""
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """Return every rank's numbers, by rank."""
+        """Return every rank's numbers, by rank; all ranks give equally many."""
 
     def any_rank(self, flag: bool, while_waiting: Callable[[], None] | None = None) -> bool:
         """Return True if the flag is set on any rank. `while_waiting` is called repeatedly until
