@@ -1,4 +1,4 @@
-"""Speed of gradient codecs on one core, over that of a triad, which is the memory's bound.
+"""Speed of gradient codecs on one core, relative to a triad, which memory bandwidth bounds.
 
     python -m benchmarks.gradient_codecs
     python -m benchmarks.gradient_codecs --quick   tiny sizes: the figures mean nothing
@@ -7,11 +7,11 @@ A triad `a = b + x * c` reads two arrays and writes one: 12 bytes per element. E
 gradient and the residual, and writes the residual and the codes: 12 bytes per element, and the
 payload. Decoding and accumulating reads the payload and the sum, and writes the sum: 8 bytes per
 element, and the payload. A figure is the bytes per second of a codec over those of a triad on the
-same arrays. Codec and triad take turns; a figure is the median over pairs.
+same arrays. Codec and triad take turns; a figure is the median of all pairs.
 
-The arrays are those of a small and of a large layer, and of at least twice the size of the last
-cache. A rank often has only one core, so one thread computes. On a GPU, if there is one, the same
-figures have another target.
+The arrays are those of a small and of a large layer, and of at least twice the size of the
+last-level cache. A rank often has only one core, so one thread computes. If there is a GPU, it is
+measured, too, with a higher target.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from lightning_dlres.codecs.gradient.base import gradient_codec
 NAME = "gradient_codecs"
 # Codecs with a target, and those that are measured for comparison.
 CHECKED, OTHERS = ("tbq", "onebit"), ("int8", "fp16")
-# Smallest bytes per second over those of a triad, on one core and on a GPU.
+# Least bytes per second over those of a triad: targets on one core, and on a GPU.
 TARGET, GPU_TARGET = 0.70, 0.85
 ENCODE, DECODE, TRIAD = "encode", "decode", "triad"
-# Bytes per element besides the payload.
+# Bytes that a task moves for each element, without the payload.
 MOVED = {TRIAD: 12, ENCODE: 12, DECODE: 8}
-# Size of the last cache if the system does not tell it.
+# Least assumed size of the last-level cache, in bytes; the system may not tell the size.
 _CACHE_BYTES = 64 << 20
 _COLUMNS = ("device", "codec", "task", "MiB", "bytes/element", "GB/s", "triad GB/s", "of a triad")
 
@@ -52,7 +52,7 @@ class Settings:
         layers: Bytes of a small and of a large layer's gradient.
         beyond_caches: Bytes of an array that no cache holds; None leaves it out.
         repeats: Pairs of turns.
-        turn_bytes: Bytes of the gradients that a turn encodes at least, in several calls.
+        turn_bytes: Least bytes of gradients in a turn. A turn has several calls for a small one.
     """
 
     layers: tuple[int, ...] = (1 << 20, 64 << 20)
@@ -70,7 +70,7 @@ class Speed:
 
     Attributes:
         of_triad: Bytes per second over those of the triad; median over pairs.
-        bytes_per_element: Bytes that the task moves.
+        bytes_per_element: Bytes that the task moves for each element, payload included.
         rate: Bytes per second; median.
         triad_rate: Bytes per second of the triad; median.
     """
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print(f"{name}: no kernels for this GPU. Install lightning-dlres[cuda].")
                     continue
                 for task, speed in measure(codec, nbytes, device, settings).items():
-                    rows.append([device_name, name, task, nbytes >> 20, *speed.row()])
+                    rows.append([device_name, name, task, nbytes / 2**20, *speed.row()])
                     if name in CHECKED:
                         key = f"{device_name}, {name}, {task}, {nbytes / 2**20:g} MiB: of a triad"
                         checks[key] = at_least(speed.of_triad, target)
@@ -129,14 +129,16 @@ def sizes(settings: Settings) -> list[tuple[int, tuple[str, ...]]]:
 
     The other codecs have temporaries as large as the gradient, and skip the largest one.
     """
-    found = [(nbytes, CHECKED + OTHERS) for nbytes in settings.layers]
-    return found if settings.beyond_caches is None else [*found, (settings.beyond_caches, CHECKED)]
+    layers = [(nbytes, CHECKED + OTHERS) for nbytes in settings.layers]
+    if settings.beyond_caches is None:
+        return layers
+    return [*layers, (settings.beyond_caches, CHECKED)]
 
 
 def measure(
     codec: GradientCodec, nbytes: int, device: torch.device, settings: Settings
 ) -> dict[str, Speed]:
-    """Return the speed of encoding and of decoding a gradient of so many bytes.
+    """Return the speeds of encoding a gradient, and of decoding it into a sum, by task.
 
     Args:
         codec: Codec with default options.
@@ -146,6 +148,7 @@ def measure(
     """
     count = nbytes // 4
     gradient = torch.randn(count, device=device)
+    # The sum, which the triad overwrites, and a further array that the triad reads.
     total, other = torch.zeros_like(gradient), torch.zeros_like(gradient)
     state = codec.new_state(count, gradient.device)
     payload = torch.empty(codec.payload_bytes(count), dtype=torch.uint8, device=device)
@@ -179,7 +182,7 @@ def measure(
 
 
 def triad(out: Tensor, first: Tensor, second: Tensor, calls: int) -> None:
-    """Write `first + 0.5 * second`, several times."""
+    """Write `first + 0.5 * second` to `out`, several times."""
     for _ in range(calls):
         torch.add(first, second, alpha=0.5, out=out)
 
@@ -191,13 +194,13 @@ def repeated(function: Callable[[], Any], calls: int) -> None:
 
 
 def cache_bytes() -> int:
-    """Return the size of the largest cache of this machine's first processor; 0 if unknown."""
-    found = [0]
+    """Return the bytes of the largest cache of this machine's first processor; 0 if unknown."""
+    cache_sizes = [0]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = file.read_text().strip()
         factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
-        found.append(int(text.rstrip("KMG")) * factor)
-    return max(found)
+        cache_sizes.append(int(text.rstrip("KMG")) * factor)
+    return max(cache_sizes)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ def test_every_figure_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     for codec in gradient_codecs.CHECKED:
         for task in (gradient_codecs.ENCODE, gradient_codecs.DECODE):
             assert line["checks"][f"CPU, {codec}, {task}, 0.25 MiB: of a triad"]["value"] > 0
-    assert len(line["raw"]["rows"][0]) == len(line["raw"]["columns"])
+    row = dict(zip(line["raw"]["columns"], line["raw"]["rows"][0], strict=True))
+    assert row["MiB"] == 0.25
 
 
 @pytest.mark.parametrize(
