@@ -4,14 +4,14 @@
     python -m benchmarks.convergence --curves curves.json --plot losses.svg
     python -m benchmarks.convergence --quick   few steps: the figures mean little
 
-Four ranks train a classifier of handwritten digits (scikit-learn) and a byte-level GPT, with
-SGD with momentum and with AdamW. The spread of three runs without compression, which differ in
-their seeds, is the margin: an algorithm converges if its mean loss on the validation data exceeds
-that without compression by less than the margin. Two controls drop an error instead of sending it
-later; they must exceed the margin. Steps are small, since what is sent later acts as a delay, and
-large steps with delays diverge. `OneBitAdam` compresses momenta after a quarter of the steps; it is
-compared with AdamW. The ranks run in one process (see benchmarks/support/virtual_ranks and
-virtual_momentum). Needs scikit-learn.
+Four ranks train a classifier of handwritten digits (scikit-learn) and a byte-level GPT, each with
+SGD with momentum and with AdamW. Each training runs with three seeds. The spread of the validation
+losses without compression, the largest minus the smallest, is the margin. An algorithm converges if
+its mean loss exceeds the mean without compression by at most the margin. Two controls drop a
+compression error instead of sending it later; they must exceed the margin. Learning rates are
+small: an error that is sent later acts as a delayed gradient, and large steps with delays diverge.
+`OneBitAdam` compresses momenta after a quarter of the steps; it is compared with AdamW. The ranks
+run in one process (see benchmarks/support/virtual_ranks and virtual_momentum). Needs scikit-learn.
 
 `--plot` draws the losses over the steps, and over the time of the steps on a slow network; see
 benchmarks/support/convergence_plot.
@@ -51,11 +51,11 @@ class Task:
 
     Attributes:
         make: Makes the model.
-        batch: Returns the batch of a rank in a step, given (seed, step, rank).
-        loss: Returns the loss of a batch.
-        validation: Returns the validation data.
+        batch: Returns the inputs and targets of a rank in a step, given (seed, step, rank).
+        loss: Returns the loss of a model, given (inputs, targets).
+        validation: Returns the inputs and targets for validation.
         steps: Steps of a run.
-        lr: Learning rate by optimizer.
+        lr: Largest learning rate, by optimizer: "sgd" or "adamw".
     """
 
     make: Callable[[], nn.Module]
@@ -68,14 +68,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Run:
-    """Way of synchronising gradients.
+    """Algorithm that synchronises gradients or momenta, with its options.
 
     Attributes:
         algorithm: Name of the codec, or "raw".
         options: Options of the codec.
-        feedback: Arguments of `VirtualRanks` that drop errors.
-        momentum: Momentum of SGD; a codec with momentum of its own leaves none to the optimizer.
-        is_one_bit_adam: The codec compresses the momentum of `OneBitAdam`, not gradients.
+        feedback: Arguments of `VirtualRanks` that switch off a part of the error feedback.
+        momentum: Momentum of SGD; it must be 0 with a codec that has momentum of its own.
+        is_one_bit_adam: True if the codec compresses the momentum of `OneBitAdam`, not gradients.
     """
 
     algorithm: str
@@ -87,7 +87,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of a run.
+    """Losses of a training.
 
     Attributes:
         training: Mean loss of the ranks' batches in each step.
@@ -99,9 +99,10 @@ class Curve:
 
 
 PLAIN, ONE_BIT_ADAM = convergence_plot.PLAIN, convergence_plot.ONE_BIT_ADAM
-# Algorithms that "auto" may choose for SGD with momentum, and for AdamW.
+# Algorithms that run with both optimizers, and those that run with SGD only.
 ANY_OPTIMIZER = {name: Run(name) for name in ("fp16", "bf16", "fp8", "int8", "qsgd")}
 SGD_ONLY = {name: Run(name) for name in ("onebit", "tbq", "terngrad", "graddrop")}
+# Runs that drop an error instead of sending it later, and so must not converge.
 CONTROLS = {
     "onebit, no residual of the ranks": Run("onebit", feedback={"has_error_feedback": False}),
     "onebit, no residual of the sum": Run("onebit", feedback={"has_sum_feedback": False}),
@@ -110,6 +111,7 @@ MOMENTUM_CONTROLS = {
     name.replace("onebit", ONE_BIT_ADAM): replace(run, is_one_bit_adam=True)
     for name, run in CONTROLS.items()
 }
+# Runs by optimizer and name.
 RUNS = {
     "sgd": {PLAIN: Run("raw"), **ANY_OPTIMIZER, **SGD_ONLY, **CONTROLS},
     "adamw": {
@@ -119,7 +121,7 @@ RUNS = {
         **MOMENTUM_CONTROLS,
     },
 }
-# Loss of a run that diverged. JSON has no infinity.
+# Largest loss that is recorded, also for NaN and infinity, which JSON has not.
 _DIVERGED = 1000.0
 # Weight decay of AdamW and `OneBitAdam`.
 _WEIGHT_DECAY = 0.01
@@ -160,8 +162,8 @@ def compare(
     """Train with every algorithm on every task.
 
     Returns:
-        Checks; the losses of each tenth of each run; and the mean losses over the seeds, by task,
-        optimizer and algorithm.
+        Checks; the result of `tenths` for each run and seed; and the training losses of each step,
+        as means over the seeds, by task, optimizer and algorithm.
     """
     rows: list[list[object]] = []
     checks: dict[str, Check] = {}
@@ -196,13 +198,18 @@ def compare(
 
 
 def outcome(name: str, excess: float) -> Check:
-    """Return the check of an algorithm, or of a control, which must fail to converge."""
+    """Return the check of an algorithm, which must converge, or of a control, which must not.
+
+    Args:
+        name: Name of the run.
+        excess: Mean loss above that without compression, over the margin.
+    """
     is_control = name in CONTROLS or name in MOMENTUM_CONTROLS
     return at_least(excess, 1.0) if is_control else at_most(excess, 1.0)
 
 
 def train(task: Task, optimizer_name: str, run: Run, seed: int) -> Curve:
-    """Return the losses of a run."""
+    """Train with a seed, and return the losses."""
     torch.manual_seed(seed)
     model = task.make()
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -216,13 +223,13 @@ def train(task: Task, optimizer_name: str, run: Run, seed: int) -> Curve:
     ]
     losses = []
     for step in range(task.steps):
-        gradients, of_step = [], []
+        gradients, rank_losses = [], []
         for rank in range(RANKS):
             loss = task.loss(model, task.batch(seed, step, rank))
             values = torch.autograd.grad(loss, list(parameters.values()))
             gradients.append(dict(zip(parameters, values, strict=True)))
-            of_step.append(recorded(loss.detach()))
-        losses.append(statistics.mean(of_step))
+            rank_losses.append(recorded(loss.detach()))
+        losses.append(statistics.mean(rank_losses))
         step_of_ranks(gradients)
         for schedule in schedules:
             schedule.step()
@@ -240,9 +247,10 @@ def recorded(loss: Tensor) -> float:
 def ranks_of(
     task: Task, optimizer_name: str, run: Run, model: nn.Module
 ) -> tuple[Sequence[torch.optim.Optimizer], Callable[[Sequence[Mapping[str, Tensor]]], None]]:
-    """Return the ranks' optimizers, and a function that updates the model.
+    """Return the ranks' optimizers, and a function that updates the model from their gradients.
 
-    Ranks whose gradients are averaged have the same step, and share an optimizer.
+    With `OneBitAdam`, each rank has an optimizer. Otherwise all ranks have the same mean gradients,
+    and share one.
     """
     lr = task.lr[optimizer_name]
     if run.is_one_bit_adam:
@@ -270,7 +278,7 @@ def ranks_of(
 
 
 def tenths(curve: Curve) -> list[float]:
-    """Return the mean training loss of each tenth of a run, and last the validation loss."""
+    """Return the mean training loss of each tenth of the steps, and last the validation loss."""
     losses = curve.training
     size = max(len(losses) // 10, 1)
     parts = [statistics.mean(losses[i : i + size]) for i in range(0, len(losses), size)]
@@ -278,7 +286,7 @@ def tenths(curve: Curve) -> list[float]:
 
 
 def digits_task(steps: int) -> Task:
-    """Return a classifier of 1,797 images of 8 x 8 pixels."""
+    """Return the task of classifying 1,797 images of 8 x 8 pixels."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -306,7 +314,10 @@ def digits_task(steps: int) -> Task:
 
 @cache
 def texts(context: int) -> tuple[Tensor, Tensor]:
-    """Return windows of training and of validation text."""
+    """Return windows of training text and of validation text, uint8[windows, context + 1].
+
+    There are at most 256 windows for validation.
+    """
     data = SourceTextDataModule(context=context, batch_size=256, max_bytes="1MiB")
     data.setup("fit")
     training = torch.stack([data.training[i] for i in range(len(data.training))])
@@ -314,7 +325,7 @@ def texts(context: int) -> tuple[Tensor, Tensor]:
 
 
 def gpt_task(steps: int) -> Task:
-    """Return a byte-level GPT on the source of Python's standard library."""
+    """Return the task of a byte-level GPT that predicts the source of Python's standard library."""
     context = 64
 
     def batch(seed: int, step: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,10 @@ of PyTorch, in turns.
     python -m benchmarks.gradsync --quick   few steps: the figures mean little
     python -m benchmarks.gradsync --slow --unshaped   only these parts
 
-The model has 25.2 MB of gradients. The bound of a contender is the step without synchronisation,
-and the time of its bytes on a link. All hosts share the processors of this machine, so a step also
-takes at least the processor time of all ranks over the number of processors. Needs root (see
-benchmarks/support/testbed).
+The model has 25.2 MB of gradients. The bound of a contender is the time of a step without
+synchronisation, plus the time of the contender's bytes on a link. All hosts share the processors of
+this machine. So a step also takes at least the processor time of all ranks, divided by the number
+of processors. Needs root (see benchmarks/support/testbed).
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ from benchmarks.support.gradsync_speeds import compare_speeds
 from benchmarks.support.gradsync_turns import Contenders, Turns
 from benchmarks.support.report import Check, at_least, at_most, table
 from benchmarks.support.testbed import Host
+from lightning_dlres.gradsync.plan.measured_steps import COORDINATOR_GAIN
 
 NAME = "gradsync"
+# Number of hosts, and rates of their links in Mbit/s; the last one is that of the uneven link.
 HOSTS, SLOW_MBIT, FAST_MBIT, ODD_MBIT = 4, 200, 1000, 50
-# Bits of an element on the wire, and elements of a gradient for which they count.
+# Bits that each element of a gradient takes on the wire, by algorithm. Others have no bound.
 _BITS = {"ddp": 32, "fp16 hook": 16, "tbq": 2, "onebit": 1}
-# A link passes this many bytes at once: a little more than the 64 KiB of the kernel's pieces. With
-# less, the kernel cuts pieces into frames, and its processor time hides what is measured.
-_BURST = 80 << 10
-# The method's own options: no cost model, and a payload is sent as soon as it is ready.
-_OURS = {"topology": "ps", "coordinator": "none"}
+# Least size of a link's token bucket, in bytes: a little more than the 64 KiB segments that the
+# kernel hands to a network card. A smaller bucket makes the kernel cut segments into packets, and
+# the processor time of that hides the differences between the contenders.
+_BURST_BYTES = 80 << 10
+# Options that leave the cost model no choice of topology, and send payloads as soon as they are
+# ready.
+_FIXED = {"topology": "ps", "coordinator": "none"}
+# DistributedDataParallel without a hook, with small buckets, its default size, and one bucket.
 _BUCKETS_MB = (2, 25, 1000)
 _DDP = {f"ddp, {cap} MB": ("ddp", {"bucket_cap_mb": cap}) for cap in _BUCKETS_MB}
-# Efficiency of DistributedDataParallel for which the emulated computation is chosen.
+# Range of DistributedDataParallel's efficiency that the emulated computation is chosen for.
 _DDP_EFFICIENCY = (0.25, 0.30)
 
 
@@ -45,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "scaling": (scaling, f"links of {FAST_MBIT} Mbit/s, and emulated computation"),
         "unshaped": (unshaped, "links as fast as this machine"),
         "uneven": (uneven_links, f"one link of {ODD_MBIT} Mbit/s"),
-        "ablation": (ablation, "one part of our design after the other"),
-        "speeds": (compare_speeds, "hosts of unlike speed"),
+        "ablation": (ablation, "our design, built up part by part"),
+        "speeds": (compare_speeds, "hosts of different speed"),
     }
     arguments = flags(
         NAME, __doc__, argv, others={part: f"only: {text}" for part, (_, text) in parts.items()}
@@ -70,11 +75,11 @@ def _measure(parts: Sequence[tuple[Callable[[int], Figures], str]], rounds: int)
 def slow_links(rounds: int) -> Figures:
     """Compare codecs with DistributedDataParallel and PyTorch's hooks over slow links."""
     ours: Contenders = {
-        "tbq, ps": ("tbq", _OURS),
-        "tbq, ring": ("tbq", {**_OURS, "topology": "ring"}),
+        "tbq, ps": ("tbq", _FIXED),
+        "tbq, ring": ("tbq", {**_FIXED, "topology": "ring"}),
         "tbq, planned": ("tbq", {}),
-        "onebit, ps": ("onebit", _OURS),
-        "onebit, ring": ("onebit", {**_OURS, "topology": "ring"}),
+        "onebit, ps": ("onebit", _FIXED),
+        "onebit, ring": ("onebit", {**_FIXED, "topology": "ring"}),
         "onebit, planned": ("onebit", {}),
         "auto": ("auto", {}),
     }
@@ -94,7 +99,7 @@ def slow_links(rounds: int) -> Figures:
         best_ddp = min(_DDP, key=turns.seconds)
         for name, (algorithm, _) in contenders.items():
             seconds, cpu = turns.seconds(name), turns.figure(name, "cpu")
-            processors = HOSTS * cpu / len(os.sched_getaffinity(0))
+            busy_seconds = HOSTS * cpu / len(os.sched_getaffinity(0))
             row = [name, 1e3 * seconds, turns.figure(name, "sent") / 1e6, 1e3 * cpu]
             if algorithm in _BITS:
                 bound = turns.seconds("alone") + link_seconds(algorithm, gradient_bytes)
@@ -103,35 +108,43 @@ def slow_links(rounds: int) -> Figures:
                     checks[f"{name}: bound over step"] = at_least(bound / seconds, 0.8)
             else:
                 row += ["-", "-"]
-            rows.append([*row, processors / seconds, turns.chosen(name)])
+            rows.append([*row, busy_seconds / seconds, turns.chosen(name)])
             if name in ours and name != "auto":
                 checks[f"{name}: ddp over step"] = at_least(turns.ratio(best_ddp, name), 7.0)
                 checks[f"{name}: fp16 hook over step"] = at_least(
                     turns.ratio("fp16 hook", name), 3.5
                 )
         columns = ["contender", "step ms", "MB sent", "CPU ms", "bound ms", "bound / step"]
-        print(table([*columns, "processors / step", "chosen"], rows))
+        print(table([*columns, "processors busy", "chosen"], rows))
         return checks, turns.raw()
 
 
 def _host(mbit: int) -> Host:
     """Return a host whose link has a rate in Mbit/s."""
-    return Host(rate=f"{mbit}mbit", burst=max(_BURST, mbit * 250))
+    # 2 ms of traffic, as the testbed's default, but at least `_BURST_BYTES`.
+    return Host(rate=f"{mbit}mbit", burst=max(_BURST_BYTES, mbit * 250))
 
 
 def link_seconds(algorithm: str, gradient_bytes: float) -> float:
-    """Return the seconds that the bytes of a step take in one direction of a slow link."""
+    """Return the seconds that the bytes of a step take in one direction of a slow link.
+
+    Args:
+        algorithm: Key of `_BITS`.
+        gradient_bytes: Bytes of all gradients in float32.
+    """
     nbytes = gradient_bytes * _BITS[algorithm] / 32
+    # A host sends all gradients but its own part to the hosts that add them, and then the sums of
+    # its own part to each other host. A ring takes as many bytes.
     return 2 * (HOSTS - 1) / HOSTS * nbytes / (SLOW_MBIT * 1e6 / 8)
 
 
 def scaling(rounds: int) -> Figures:
-    """Compare with linear scaling, in a training that DistributedDataParallel scales badly."""
+    """Compare with linear scaling, of which DistributedDataParallel reaches less than a third."""
     contenders: Contenders = {
         "alone": ("alone", {}),
         "ddp": ("ddp", {}),
-        "tbq, ps": ("tbq", _OURS),
-        "onebit, ps": ("onebit", _OURS),
+        "tbq, ps": ("tbq", _FIXED),
+        "onebit, ps": ("onebit", _FIXED),
         "onebit, planned": ("onebit", {}),
     }
     hosts = [_host(FAST_MBIT)] * HOSTS
@@ -157,8 +170,11 @@ def scaling(rounds: int) -> Figures:
 
 
 def _emulated_seconds(turns: Turns) -> float:
-    """Return emulated seconds of computation for which DistributedDataParallel is as inefficient
-    as it should be."""
+    """Return emulated seconds of computation in a step for which the efficiency of
+    DistributedDataParallel is within `_DDP_EFFICIENCY`.
+
+    If no trial reaches that range, the check of the efficiency shows it.
+    """
     low, high = _DDP_EFFICIENCY
     emulated = 0.1
     for _ in range(8):
@@ -173,7 +189,7 @@ def _emulated_seconds(turns: Turns) -> float:
 
 
 def unshaped(rounds: int) -> Figures:
-    """Compare our "auto" with DistributedDataParallel where compression does not pay."""
+    """Compare "auto" and "none" with DistributedDataParallel where compression does not pay."""
     contenders: Contenders = {**_DDP, "auto": ("auto", {}), "none": ("none", {})}
     with Turns([Host() for _ in range(HOSTS)], contenders) as turns:
         turns.warm_up()
@@ -191,15 +207,11 @@ def unshaped(rounds: int) -> Figures:
 
 
 def uneven_links(rounds: int) -> Figures:
-    """Compare shares that follow the links with equal ones."""
-    contenders: Contenders = {
-        name: contender
-        for codec in ("fp16", "tbq")
-        for name, contender in {
-            f"{codec}, equal shares": (codec, _OURS),
-            f"{codec}, planned": (codec, {}),
-        }.items()
-    }
+    """Compare owners' shares of the gradients that follow the links' rates with equal ones."""
+    contenders: dict[str, tuple[str, dict[str, Any]]] = {}
+    for codec in ("fp16", "tbq"):
+        contenders[f"{codec}, equal shares"] = codec, _FIXED
+        contenders[f"{codec}, planned"] = codec, {}
     rates = [SLOW_MBIT] * (HOSTS - 1) + [ODD_MBIT]
     checks, rows = {}, []
     with Turns([_host(rate) for rate in rates], contenders) as turns:
@@ -223,12 +235,12 @@ def uneven_links(rounds: int) -> Figures:
 
 
 def ablation(rounds: int) -> Figures:
-    """Add one part of our design after the other, over slow links."""
+    """Add the parts of our design to a blocking hook, one after the other, over slow links."""
     contenders: Contenders = {
         "codec on the critical path": ("blocking tbq", {}),
-        "+ decoupled": ("tbq", {**_OURS, "batches": False, "min_bytes": 0}),
-        "+ batched": ("tbq", {**_OURS, "min_bytes": 0}),
-        "+ collision-free plan": ("tbq", {**_OURS, "coordinator": "replay", "min_bytes": 0}),
+        "+ decoupled": ("tbq", {**_FIXED, "batches": False, "min_bytes": 0}),
+        "+ batched": ("tbq", {**_FIXED, "min_bytes": 0}),
+        "+ collision-free plan": ("tbq", {**_FIXED, "coordinator": "replay", "min_bytes": 0}),
         "+ selective": ("tbq", {"coordinator": "replay"}),
         "all chosen here": ("tbq", {}),
     }
@@ -244,9 +256,9 @@ def ablation(rounds: int) -> Figures:
             before = name
         columns = ["design", "step ms", "spread", "step before / step", "chosen"]
         print(table(columns, rows))
-        gain = turns.ratio("+ batched", "+ collision-free plan") - 1
+        coordinator_gain = turns.ratio("+ batched", "+ collision-free plan") - 1
         checks = {}
-        if gain <= 0.02:
+        if coordinator_gain <= COORDINATOR_GAIN:
             is_coordinated = "replay" in turns.chosen("all chosen here")
             checks["ablation: useless coordinator in the plan"] = at_most(float(is_coordinated), 0)
         return checks, turns.raw()

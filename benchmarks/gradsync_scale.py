@@ -4,11 +4,11 @@
     python -m benchmarks.gradsync_scale --real    about 8 minutes: real steps over simulated ones
     python -m benchmarks.gradsync_scale --quick   few hosts: the figures mean little
 
-The efficiency is the step of one host over the step with synchronisation, as samples per host do
-not change. The costs are stated, not measured: see `STATED`. With `--real`, costs, plans and times
-of backward are measured on a testbed of 2, 3 and 4 hosts, which needs root (see
-benchmarks/support/testbed). The fastest real step is compared, since other processes on the machine
-only add to it.
+The efficiency is that of weak scaling: the step of one host over the step with synchronisation, for
+the same samples per host. The costs are stated, not measured: see `STATED`. With `--real`, the
+costs, the plans and the times of backward are those of real training on a testbed of 2, 3 and 4
+hosts, which needs root (see benchmarks/support/testbed). The fastest real step is compared, since
+other processes on the machine only add to it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from lightning_dlres.kernels.gradients.layout import BLOCK
 
 NAME = "gradsync_scale"
 RANK = "benchmarks.support.gradsync_scale_rank"
+# Numbers of simulated hosts.
 NODES, QUICK_NODES = (4, 16, 64, 256, 1024), (2, 4, 8)
 # Codec and topology of each contender. The ring of raw units is what DDP does with its buckets.
 CONTENDERS = {"raw, ring": (RAW, "ring"), "tbq, ps": ("tbq", "ps"), "onebit, ps": ("onebit", "ps")}
-# Ranks among which gradients are cut for a parameter server. More units than these have only more
-# fixed times. A ring needs a unit for each rank, as all ranks send from the start.
+# Largest number of ranks among which a parameter server's gradients are cut into partitions. Beyond
+# it, further partitions would only add their fixed times.
 _MOST_SHARERS = 64
-# Largest ratio of real and simulated steps, and its inverse.
+# A real step may be longer or shorter than the simulated one by at most this factor.
 _MOST_RATIO = 1.25
-# Seconds in which 1024 hosts must be simulated.
+# Processor seconds in which a contender must be simulated on the largest number of hosts.
 _TARGET_SECONDS = 60.0
 
 
@@ -58,12 +59,12 @@ class Stated:
         elements: Elements of each gradient.
         gradients: Number of gradients.
         forward_seconds: Time of forward and of the optimizer, without synchronisation.
-        backward_seconds: Time of backward, in which the gradients become ready at equal distances.
+        backward_seconds: Time of backward, in which the gradients become ready at equal intervals.
         bandwidth: Bytes per second of a link, in each direction.
-        message_seconds: Fixed seconds of a message.
-        latency_seconds: Further seconds of a message on its way.
-        task_seconds: Fixed seconds of a compute task.
-        element_seconds: Seconds of an element in a compute task.
+        message_seconds: Fixed seconds for which a message occupies a link.
+        latency_seconds: Further seconds until the message arrives, in which the link is free.
+        task_seconds: Fixed seconds of a compute task: encode, merge or decode.
+        element_seconds: Further seconds of a compute task for each element.
     """
 
     elements: int = 1 << 18
@@ -79,7 +80,10 @@ class Stated:
 
 # 105 MB of gradients, links of 10 Gbit/s, and codecs on a GPU that reads a gradient at 40 GB/s.
 STATED = Stated()
+# Numbers of real hosts, rate of their links in Mbit/s, steps before the first counted one, and
+# counted steps of a round.
 REAL_HOSTS, RATE_MBIT, WARMUP, STEPS = (2, 3, 4), 200, 6, 5
+# Weights and biases of the real model.
 ELEMENTS = LAYERS * (WIDTH + 1) * WIDTH
 # Algorithm and options of each real contender.
 REAL_CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,38 +115,57 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def scale(nodes: Sequence[int], stated: Stated = STATED) -> Figures:
-    """Simulate all contenders on each number of hosts."""
+    """Simulate all contenders on each number of hosts.
+
+    Args:
+        nodes: Numbers of hosts.
+        stated: Costs of the hosts.
+    """
     alone = stated.forward_seconds + stated.backward_seconds
     efficiency: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    walls: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    processor_seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for count in nodes:
         for name, (codec, topology) in CONTENDERS.items():
             step = stated_step(count, codec, topology, stated)
             start = time.process_time()
             seconds = stated.forward_seconds + simulate(step).seconds
-            walls[name].append(time.process_time() - start)
+            processor_seconds[name].append(time.process_time() - start)
             efficiency[name].append(alone / seconds)
     rows = [[count, *(efficiency[name][i] for name in CONTENDERS)] for i, count in enumerate(nodes)]
     print(f"{stated}\n\nEfficiency: step of one host / step with synchronisation")
     print(table(["hosts", *CONTENDERS], rows))
     checks = {
-        f"{nodes[-1]} hosts: processor seconds of {name}": at_most(walls[name][-1], _TARGET_SECONDS)
+        f"{nodes[-1]} hosts: processor seconds of {name}": at_most(
+            processor_seconds[name][-1], _TARGET_SECONDS
+        )
         for name in CONTENDERS
         if CONTENDERS[name][1] == "ps"
     }
     for name in ("tbq, ps", "onebit, ps"):
         ratio = efficiency[name][-1] / efficiency["raw, ring"][-1]
         checks[f"{nodes[-1]} hosts: {name} over raw, ring"] = at_least(ratio, 1.0)
-    return checks, {"nodes": list(nodes), "efficiency": efficiency, "processor_seconds": walls}
+    return checks, {
+        "nodes": list(nodes),
+        "efficiency": efficiency,
+        "processor_seconds": processor_seconds,
+    }
 
 
 def stated_step(world_size: int, codec: str, topology: str, stated: Stated) -> SimulatedStep:
-    """Return the step of equal hosts with the stated costs."""
+    """Return the step of equal hosts with the stated costs.
+
+    Args:
+        world_size: Number of hosts, with one rank each.
+        codec: Name of the codec, or "raw".
+        topology: "ps" or "ring".
+        stated: Costs of the hosts.
+    """
     gradients = [
         GradientSpec(name=f"gradient {i}", count=stated.elements) for i in range(stated.gradients)
     ]
     total = stated.elements * stated.gradients
     if topology == "ring":
+        # At least a unit for each rank, so that all ranks send from the start.
         partitions = -(-world_size // stated.gradients)
     else:
         partitions = partitions_for(stated.elements, total, min(world_size, _MOST_SHARERS))
@@ -177,7 +200,7 @@ def stated_step(world_size: int, codec: str, topology: str, stated: Stated) -> S
 
 
 def payload_bytes(plan: SyncPlan) -> list[int]:
-    """Return the bytes of a payload of each unit, with the codecs' default options."""
+    """Return the bytes of a payload for each unit, with the codecs' default options."""
     sizes = []
     for unit in plan.units:
         codec = None if unit.codec == RAW else registry.codec(unit.codec)
@@ -187,7 +210,7 @@ def payload_bytes(plan: SyncPlan) -> list[int]:
 
 
 def compare(rounds: int) -> Figures:
-    """Train on 2, 3 and 4 hosts, and simulate the same plans with costs of the same run."""
+    """Train on each number of real hosts, and simulate the same plans with that run's costs."""
     columns = ["hosts", "contender", "real / simulated", "backward ms", "real ms", "median ms"]
     columns += ["simulated ms", "compute ms", "sending ms"]
     rows: list[list[Any]] = []
@@ -223,7 +246,12 @@ def compare(rounds: int) -> Figures:
 
 
 def train(hosts: int, rounds: int) -> tuple[SyncCosts, dict[str, list[list[dict[str, Any]]]]]:
-    """Return the measured costs, and each contender's answers by round and rank."""
+    """Return the measured costs, and each contender's answers by round and rank.
+
+    Args:
+        hosts: Number of hosts.
+        rounds: Number of rounds; a further one before them is the warm-up.
+    """
     answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in REAL_CONTENDERS}
     with Testbed([Host(rate=f"{RATE_MBIT}mbit") for _ in range(hosts)]) as bed:
         ranks = Ranks(RankStarter(bed, [RANK]), RANK, hosts, timeout=300.0)
@@ -244,13 +272,19 @@ def coordinator_costs_of(costs: SyncCosts) -> CoordinatorCosts:
     return CoordinatorCosts(
         report_seconds=links.message_seconds + links.latency_seconds,
         plan_seconds=links.message_seconds + links.latency_seconds,
-        # The coordinator hands a plan over to each other rank.
+        # The coordinator sends a plan to each other rank.
         handling_seconds=(len(links.bandwidths) - 1) * links.message_seconds,
     )
 
 
 def steps_of(replies: Sequence[Mapping[str, Any]]) -> list[tuple[float, list[dict[str, float]]]]:
-    """Return each step's seconds on the slowest rank, and the times of the gradients by rank."""
+    """Return the steps of a round, each as seconds on the slowest rank and `ready` times.
+
+    The times are those at which the gradients were ready: for each rank, by name.
+
+    Args:
+        replies: Replies of all ranks; see `train` in `gradsync_scale_rank`.
+    """
     return [
         (
             max(reply["seconds"][number] for reply in replies),
@@ -266,7 +300,14 @@ def real_step(
     options: Mapping[str, Any],
     costs: SyncCosts,
 ) -> SimulatedStep:
-    """Return the step of a real training, with its own plan and times of backward."""
+    """Return a step of real training as input of the simulator.
+
+    Args:
+        rows: Units of the plan as plain data; see `train` in `gradsync_scale_rank`.
+        ready: For each rank, the seconds at which each gradient was ready, by name.
+        options: Options of the contender, of which the topology counts.
+        costs: Measured costs.
+    """
     units = tuple(
         SyncUnit(index=i, gradient=gradient, start=start, stop=stop, codec=codec, owner=owner)
         for i, (gradient, start, stop, codec, owner) in enumerate(rows)

@@ -1,9 +1,12 @@
-"""Hook that compresses inside the call, gathers from all ranks, and decodes inside the call.
+"""Communication hook that encodes a bucket, gathers those of all ranks, and decodes them before it
+returns.
 
-This is the obvious way to add a codec to DistributedDataParallel. The codec stands on the critical
-path, and every rank decodes the gradients of all ranks. `benchmarks.gradsync` compares it with our
-engine. DDP compares the hook's annotations with classes, so this module must not turn them into
-strings with `from __future__ import annotations`.
+This is the obvious way to add a codec to DistributedDataParallel. Backward waits for the codec and
+the network, and every rank decodes the gradients of all ranks. `benchmarks.gradsync` compares it
+with our engine.
+
+DDP compares the hook's annotations with classes. So this module must not turn them into strings
+with `from __future__ import annotations`.
 """
 
 import torch
@@ -16,10 +19,10 @@ from lightning_dlres.codecs.gradient import gradient_codec
 
 
 class BlockingCodec:
-    """State of `blocking_hook`.
+    """State of `blocking_hook`: a codec, and its residuals for each parameter.
 
     Args:
-        codec: Name of a gradient codec.
+        codec: Name of a gradient codec; it has its default options.
     """
 
     def __init__(self, codec: str) -> None:

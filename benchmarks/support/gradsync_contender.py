@@ -21,18 +21,23 @@ from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 
 # Width and number of the layers: 25.2 MB of gradients in float32.
 WIDTH, LAYERS = 512, 24
-# Larger than the model: all gradients are in one bucket. PowerSGD's hook needs that over gloo.
+# Larger than the model, so that all gradients are in one bucket. With several buckets, PowerSGD's
+# hook deadlocks gloo.
 ONE_BUCKET_MB = 1000.0
 # Rank of PowerSGD's matrices, in the middle of those that its authors use (Vogels et al., 2019).
-_POWER_RANK = 2
+_POWERSGD_RANK = 2
 
 
 class EmulatedCompute(torch.autograd.Function):
-    """Identity that sleeps in forward and backward, as a processor of its own would compute."""
+    """Identity function that sleeps in forward and backward.
+
+    It stands for computation on a device of the rank's own: it takes time, but none of the
+    processors that all hosts of the testbed share.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:  # type: ignore[override]
-        """Sleep `forward` seconds; backward will sleep `backward` seconds."""
+        """Sleep `forward` seconds, and return `x`; backward will sleep `backward` seconds."""
         ctx.seconds = backward
         time.sleep(forward)
         return x.view_as(x)
@@ -68,17 +73,19 @@ class Contender:
     """A model with one way of synchronising its gradients.
 
     Args:
-        name: "alone" (no synchronisation), "ddp", "fp16 hook", "powersgd", "blocking" followed by a
-            gradient codec (see `BlockingCodec`), or an algorithm of `GradientSyncState`.
-        options: Further arguments of `GradientSyncState`; `bucket_cap_mb` is for
-            DistributedDataParallel, and `batches` set to False sends each unit by itself.
+        algorithm: "alone" (no synchronisation), "ddp", "fp16 hook", "powersgd", "blocking" followed
+            by a gradient codec (see `BlockingCodec`), or an algorithm of `GradientSyncState`.
+        options: Further arguments of `GradientSyncState`. Two are none of its arguments:
+            `bucket_cap_mb` is for DistributedDataParallel, and `batches` set to False sends the
+            payload of each unit in a message of its own.
 
     Attributes:
-        nbytes: Bytes of the gradients.
+        model: The model, wrapped in DistributedDataParallel unless it is "alone".
+        nbytes: Bytes of the gradients in float32.
         state: State of our hook; None without it.
     """
 
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
+    def __init__(self, algorithm: str, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
         options = dict(options)
         self.model: nn.Module = nn.Sequential(*(Layer() for _ in range(LAYERS)))
@@ -86,37 +93,37 @@ class Contender:
         self.nbytes = sum(4 * p.numel() for p in self.model.parameters())
         self.state: GradientSyncState | None = None
         self._batches = options.pop("batches", True)
-        if name != "alone":
-            cap = ONE_BUCKET_MB if name == "powersgd" else options.pop("bucket_cap_mb", None)
+        if algorithm != "alone":
+            cap = ONE_BUCKET_MB if algorithm == "powersgd" else options.pop("bucket_cap_mb", None)
             wrapped = DistributedDataParallel(
                 self.model, gradient_as_bucket_view=True, bucket_cap_mb=cap
             )
-            self._register(wrapped, name, options)
+            self._register(wrapped, algorithm, options)
             self.model = wrapped
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
     def _register(
-        self, wrapped: DistributedDataParallel, name: str, options: dict[str, Any]
+        self, wrapped: DistributedDataParallel, algorithm: str, options: dict[str, Any]
     ) -> None:
-        if name == "fp16 hook":
+        if algorithm == "fp16 hook":
             wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif name == "powersgd":
-            state = PowerSGDState(None, _POWER_RANK, start_powerSGD_iter=2)
+        elif algorithm == "powersgd":
+            state = PowerSGDState(None, _POWERSGD_RANK, start_powerSGD_iter=2)
             wrapped.register_comm_hook(state, powerSGD_hook)
-        elif name.startswith("blocking "):
-            blocking = BlockingCodec(name.removeprefix("blocking "))
+        elif algorithm.startswith("blocking "):
+            blocking = BlockingCodec(algorithm.removeprefix("blocking "))
             wrapped.register_comm_hook(blocking, blocking_hook)
-        elif name != "ddp":
-            self.state = GradientSyncState(algorithm=name, timeout=60.0, **options)
+        elif algorithm != "ddp":
+            self.state = GradientSyncState(algorithm=algorithm, timeout=60.0, **options)
             self.state.name_parameters(wrapped.module.named_parameters())
             wrapped.register_comm_hook(self.state, compressed_hook)
 
     def steps(self, count: int, batch: Tensor, emulated: float = 0.0) -> list[float]:
-        """Train `count` steps; return the seconds of each, from a barrier on.
+        """Train `count` steps; return the seconds of each, from a barrier of all ranks to its end.
 
         Args:
             count: Number of steps.
-            batch: Input of the model.
+            batch: Input of the model, float32[samples, WIDTH].
             emulated: Emulated seconds of computation in a step.
         """
         for layer in self._layers:
@@ -133,8 +140,8 @@ class Contender:
         return seconds
 
     def chosen(self) -> str:
-        """Return what our planning has chosen: algorithm, topology, and "replay" if a coordinator
-        plans the messages; "" for other contenders."""
+        """Return the choices of our cost model: algorithm, topology, and "replay" if a coordinator
+        plans the messages. Other contenders have no choices: ""."""
         if self.state is None or self.state.plan is None:
             return self.state.algorithm if self.state is not None else ""
         synchroniser = self.state.synchroniser
@@ -145,7 +152,8 @@ class Contender:
 
 @contextmanager
 def _batched(is_batched: bool) -> Iterator[None]:
-    """Context manager in which our engine sends each unit by itself, if `is_batched` is False."""
+    """Context manager in which our engine sends each payload as a message of its own, unless
+    `is_batched`."""
     before = transmitters.MESSAGE_BYTES, transmitters.WAITING_BYTES
     if not is_batched:
         transmitters.MESSAGE_BYTES = transmitters.WAITING_BYTES = 1

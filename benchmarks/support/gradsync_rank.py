@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.support.gradsync_contender import WIDTH, Contender
 from benchmarks.support.rpc import Message, RankRpc
 
+# Largest number of samples of a rank in a step.
 SAMPLES = 16
 
 
@@ -31,12 +32,17 @@ def main(rpc: RankRpc) -> None:
 
 
 def follow(order: Message, contenders: dict[str, Contender], batch: Tensor) -> Message:
-    """Train with a contender, made by its first order; return seconds, bytes and processor time.
+    """Train with a contender, which its first order makes.
 
     Args:
-        order: Name, algorithm, options, number of steps, number of samples, and emulated seconds.
+        order: "contender" (its name); "algorithm" and "options", see `Contender`; "steps",
+            "samples" of this rank in a step, and "emulated" seconds of computation in a step.
         contenders: Contenders by name.
-        batch: Input of the model, of which the first samples are used.
+        batch: Input of the model, float32[SAMPLES, WIDTH]; its first samples are used.
+
+    Returns:
+        "seconds" of each step; bytes "sent" and processor seconds ("cpu") of a step;
+        "gradient_bytes" of the model; and the choices of the cost model ("chosen").
     """
     name = order["contender"]
     if name not in contenders:

@@ -29,7 +29,7 @@ from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.profile.measurement import measure_costs
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 
-# A plan without decisions of the cost model.
+# Options that leave the cost model no choice of topology, and use no coordinator.
 _DEFAULTS = {"topology": "ps", "coordinator": "none"}
 
 
@@ -38,22 +38,22 @@ class TimedState(GradientSyncState):
 
     Attributes:
         started: Start of the step, set by the caller, from `time.perf_counter`.
-        ready: Seconds from `started` at which the gradients of each bucket were ready, for each
-            step, by the parameter's name.
+        ready: For each parameter, by name, and each step: seconds from `started` until the bucket
+            with its gradient was ready.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(**options)
         self.started = 0.0
         self.ready: dict[str, list[float]] = defaultdict(list)
-        self._known = {parameter: name for name, parameter in module.named_parameters()}
+        self._name_by_parameter = {p: name for name, p in module.named_parameters()}
         self.name_parameters(module.named_parameters())
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Record the time, and synchronise the bucket."""
         seconds = time.perf_counter() - self.started
         for parameter in bucket.parameters():
-            self.ready[self._known[parameter]].append(seconds)  # type: ignore[index]
+            self.ready[self._name_by_parameter[parameter]].append(seconds)  # type: ignore[index]
         return super().reduce(bucket)
 
 
@@ -75,7 +75,10 @@ class Training:
         self.model.register_comm_hook(self.state, compressed_hook)
 
     def steps(self, count: int, batch: Tensor) -> list[float]:
-        """Train `count` steps; return the seconds of each from a barrier to the last gradient."""
+        """Train `count` steps; return the seconds of each.
+
+        A step lasts from a barrier of all ranks until all gradients are means.
+        """
         seconds = []
         for times in self.state.ready.values():
             times.clear()
@@ -102,7 +105,17 @@ def main(rpc: RankRpc) -> None:
 
 
 def train(order: Message, trainings: dict[str, Training], batch: Tensor) -> Message:
-    """Train with a plan, made in the first order; return the plan, and the times of each step."""
+    """Train with the plan of a contender, which its first order makes.
+
+    Args:
+        order: "contender" (its name), "algorithm", "options" and "steps"; see `Training`.
+        trainings: Trainings by contender.
+        batch: Input of the model, float32[SAMPLES, WIDTH].
+
+    Returns:
+        "seconds" of each step; "ready", see `TimedState`; and the "units" of the plan, each as
+        [gradient, start, stop, codec, owner].
+    """
     name = order["contender"]
     if name not in trainings:
         trainings[name] = Training(order["algorithm"], order["options"])

@@ -1,4 +1,4 @@
-"""Part of benchmarks/gradsync.py: hosts of unlike speed, with samples shared out by speed."""
+"""Part of benchmarks/gradsync.py: hosts of different speed, with samples shared out by speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ RATE_MBIT = 1000
 
 
 def compare_speeds(rounds: int) -> Figures:
-    """Compare the samples per second of all hosts together with the sum of each host alone."""
+    """Compare the samples per second of a joint training with the sum over hosts that train alone.
+
+    Args:
+        rounds: Rounds of the benchmark; half as many are run here, since each takes long.
+    """
     contenders: dict[str, dict[str, Any]] = {
         "alone": {"share_samples": None},
         "equal": {"share_samples": "equal"},
@@ -28,11 +32,11 @@ def compare_speeds(rounds: int) -> Figures:
     with Testbed([Host(rate=f"{RATE_MBIT}mbit") for _ in SAMPLE_MS]) as bed:
         for _ in range(max(1, rounds // 2)):
             for name, options in contenders.items():
-                # A run leaves its process group behind, so every run has ranks of its own.
+                # A run leaves its process group initialised, so every run has new ranks.
                 ranks = Ranks(RankStarter(bed, [RANK]), RANK, len(SAMPLE_MS), timeout=300.0)
                 replies = ranks.ask({**options, "sample_ms": SAMPLE_MS})
                 ranks.close()
-                # Ranks that train together take the same time.
+                # Ranks of a joint training take the same time, so the rates add up.
                 rates[name].append(sum(r["samples"] / r["seconds"] for r in replies))
     medians = {name: statistics.median(values) for name, values in rates.items()}
     rows = [[name, medians[name], medians[name] / medians["alone"]] for name in contenders]

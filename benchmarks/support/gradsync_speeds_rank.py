@@ -1,4 +1,4 @@
-"""Rank of the part of benchmarks/gradsync.py with hosts of unlike speed: a run of the Trainer."""
+"""Rank of benchmarks/gradsync.py with hosts of different speed: it runs the Trainer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.support.rpc import Message, RankRpc
 from lightning_dlres import CompressedDDPStrategy
 
-# Samples of all ranks in a step, at equal shares, per rank.
+# Samples of a rank in a step with equal shares, and elements of a sample.
 _SAMPLES, _WIDTH = 64, 64
-# Steps until the shares have settled, and steps that count.
+# Warm-up steps, in which the shares settle, and steps that count.
 _SETTLING, _COUNTED = 40, 30
 
 
@@ -46,11 +46,11 @@ class EmulatedModel(LightningModule):
 
 
 class Stopwatch(Callback):
-    """Measures the steps after the shares have settled.
+    """Callback that measures the steps after the shares have settled.
 
     Attributes:
-        samples: Samples of this rank in the counted steps.
-        seconds: Seconds of the counted steps.
+        samples: Samples of this rank in all counted steps.
+        seconds: Seconds of all counted steps together.
     """
 
     def __init__(self) -> None:
@@ -75,12 +75,16 @@ def main(rpc: RankRpc) -> None:
 
 
 def follow(order: Message, rank: int, world_size: int) -> Message:
-    """Train; return the samples of this rank, and their seconds.
+    """Train, with the other ranks or alone.
 
     Args:
-        order: `sample_ms` of each rank, and `share_samples`; None trains this rank alone.
+        order: "sample_ms", the emulated milliseconds of a sample on each rank; and "share_samples",
+            the strategy's argument. None trains this rank alone.
         rank: This rank.
         world_size: Number of ranks.
+
+    Returns:
+        "samples" of this rank in the counted steps, and the "seconds" of these steps.
     """
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -93,7 +97,7 @@ def follow(order: Message, rank: int, world_size: int) -> Message:
         options = {"devices": 1, "num_nodes": world_size, "strategy": strategy}
         ranks = world_size
     else:
-        options["plugins"] = [_lone_environment()]
+        options["plugins"] = [_single_process_environment()]
     steps = _SETTLING + _COUNTED
     rows = torch.randn(steps * ranks * _SAMPLES, _WIDTH)
     trainer = Trainer(
@@ -111,8 +115,11 @@ def follow(order: Message, rank: int, world_size: int) -> Message:
     return {"samples": stopwatch.samples, "seconds": stopwatch.seconds}
 
 
-def _lone_environment() -> Any:
-    """Return an environment of one process, in spite of the variables of all ranks."""
+def _single_process_environment() -> Any:
+    """Return a cluster environment of one process.
+
+    From the environment variables of torchrun, Lightning would find all ranks.
+    """
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     environment = LightningEnvironment()

@@ -13,26 +13,27 @@ from benchmarks.support.testbed import Host, Testbed
 RANK = "benchmarks.support.gradsync_rank"
 # Name of a contender -> its algorithm, and its options; see `gradsync_contender`.
 Contenders = Mapping[str, tuple[str, dict[str, Any]]]
-# Steps before the counted ones: DDP sorts its buckets again, and our hook makes its plan.
+# Steps before the counted ones: DDP rebuilds its buckets in them, and our hook makes its plan.
 _WARM_UP = 5
+# Steps of a turn.
 _STEPS = 3
 
 
 class Turns:
     """Ranks on a testbed, one per host, that train with one contender after another.
 
-    Use it as a context manager.
+    It is a context manager, which builds the testbed and starts the ranks.
 
     Args:
-        hosts: Hosts.
-        contenders: Contenders.
-        samples: Samples of a rank in a step.
+        hosts: Descriptions of the hosts.
+        contenders: Algorithm and options of each contender, by name.
+        samples: Samples of a rank in a step, at most `gradsync_rank.SAMPLES`.
     """
 
     def __init__(self, hosts: Sequence[Host], contenders: Contenders, *, samples: int = 16) -> None:
         self._bed, self._contenders, self._samples = Testbed(hosts), contenders, samples
         self._size = len(hosts)
-        # Replies of all ranks to each order, by contender.
+        # Replies of all ranks in each round, by contender.
         self._replies: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in contenders}
 
     def __enter__(self) -> Turns:
@@ -45,12 +46,22 @@ class Turns:
         self._bed.__exit__(*error)
 
     def warm_up(self, emulated: float = 0.0) -> None:
-        """Make all contenders, and train some steps that do not count."""
+        """Make all contenders, and train with each some steps that do not count.
+
+        Args:
+            emulated: Emulated seconds of computation in a step.
+        """
         for name in self._contenders:
             self.order(name, _WARM_UP, emulated)
 
     def order(self, name: str, steps: int, emulated: float = 0.0) -> list[dict[str, Any]]:
-        """Train with a contender; return the replies of all ranks."""
+        """Train with a contender; return the replies of all ranks. They are in no figure.
+
+        Args:
+            name: Name of the contender.
+            steps: Number of steps.
+            emulated: Emulated seconds of computation in a step.
+        """
         algorithm, options = self._contenders[name]
         return self._ranks.ask(
             {
@@ -64,7 +75,12 @@ class Turns:
         )
 
     def run(self, rounds: int, emulated: float = 0.0) -> None:
-        """Train with all contenders in turns."""
+        """Train with all contenders in turns of a few steps, and keep the replies.
+
+        Args:
+            rounds: Number of turns of each contender.
+            emulated: Emulated seconds of computation in a step.
+        """
         for number in range(rounds):
             # Every other round in the opposite order, so that no contender always follows another.
             names = list(self._contenders)
@@ -72,11 +88,11 @@ class Turns:
                 self._replies[name].append(self.order(name, _STEPS, emulated))
 
     def seconds(self, name: str) -> float:
-        """Return the median seconds of a step."""
+        """Return the seconds of a contender's step: the median of the rounds."""
         return statistics.median(self._rounds(name))
 
     def spread(self, name: str) -> float:
-        """Return half the range of the middle half of the rounds, over their median."""
+        """Return half the interquartile range of the rounds' step times, over their median."""
         rounds = self._rounds(name)
         if len(rounds) < 2:
             return 0.0
@@ -84,16 +100,16 @@ class Turns:
         return (high - low) / 2 / median
 
     def ratio(self, name: str, other: str) -> float:
-        """Return the step of a contender over that of another one: the median of all rounds."""
+        """Return the step of a contender over that of another one: the median of the rounds."""
         pairs = zip(self._rounds(name), self._rounds(other), strict=True)
-        return statistics.median(mine / theirs for mine, theirs in pairs)
+        return statistics.median(seconds / other_seconds for seconds, other_seconds in pairs)
 
     def figure(self, name: str, figure: str) -> float:
-        """Return the median of a figure of the replies, such as "sent" or "cpu"."""
+        """Return the median, over rounds and ranks, of a figure of the replies, such as "cpu"."""
         return statistics.median(r[figure] for replies in self._replies[name] for r in replies)
 
     def chosen(self, name: str) -> str:
-        """Return what the cost model of a contender has chosen, as text."""
+        """Return the choices of a contender's cost model as text; "-" if it has none."""
         return self._replies[name][-1][0]["chosen"] or "-"
 
     def raw(self) -> dict[str, Any]:
@@ -109,6 +125,7 @@ class Turns:
         }
 
     def _rounds(self, name: str) -> list[float]:
+        """Return the median seconds of a step in each round."""
         return [
             statistics.median(second for reply in replies for second in reply["seconds"])
             for replies in self._replies[name]
