@@ -242,7 +242,7 @@ def ablation(rounds: int) -> Figures:
         "+ batched": ("tbq", {**_FIXED, "min_bytes": 0}),
         "+ collision-free plan": ("tbq", {**_FIXED, "coordinator": "replay", "min_bytes": 0}),
         "+ selective": ("tbq", {"coordinator": "replay"}),
-        "all chosen here": ("tbq", {}),
+        "all chosen by the cost model": ("tbq", {}),
     }
     hosts = [_host(SLOW_MBIT)] * HOSTS
     with Turns(hosts, contenders) as turns:
@@ -259,7 +259,7 @@ def ablation(rounds: int) -> Figures:
         coordinator_gain = turns.ratio("+ batched", "+ collision-free plan") - 1
         checks = {}
         if coordinator_gain <= COORDINATOR_GAIN:
-            is_coordinated = "replay" in turns.chosen("all chosen here")
+            is_coordinated = "replay" in turns.chosen("all chosen by the cost model")
             checks["ablation: useless coordinator in the plan"] = at_most(float(is_coordinated), 0)
         return checks, turns.raw()
 
