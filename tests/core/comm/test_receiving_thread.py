@@ -209,7 +209,7 @@ def test_a_rank_is_closed_only_after_its_last_message(stack: ExitStack) -> None:
     reader = ranks.sockets[0]
     # The first call may return at the interrupt that has ended the thread.
     assert reader.next_message(0.0) is None
-    stranger(stack, ranks, b"rank 1", None)
+    send_as_stranger(stack, ranks, b"rank 1", None)
     wait_until(lambda: reader._socket.poll(0), "the stranger has sent")
     ranks.send("last words")
     ranks.sockets[1].close_after(SECONDS)
