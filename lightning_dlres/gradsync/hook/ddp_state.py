@@ -315,7 +315,7 @@ class GradientSyncState:
         if self.synchroniser is None:
             return mean()
         future: Future[Tensor] = Future()
-        self.synchroniser.start(
+        self._sync.start(
             step,
             gradients,
             functools.partial(self._finish, future, buffer),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_dlres.core.host.identity import host_identity
 from lightning_dlres.core.trace import Tracer
@@ -30,6 +31,7 @@ from lightning_dlres.gradsync.execute.session import (
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.hook.drift_watch import DriftWatch
 from lightning_dlres.gradsync.hook.equal_options import require_equal_options
+from lightning_dlres.gradsync.hook.gradient_fusion import GradientFusion, OnDone
 from lightning_dlres.gradsync.hook.planner import HookPlanner
 from lightning_dlres.gradsync.hook.unsent_gradients import UnsentGradients
 from lightning_dlres.gradsync.plan.hosts import shares_hosts
@@ -97,6 +99,8 @@ class PlannedSync:
         # made at the start: making a group hangs if a rank is lost.
         self._session_group: dist.ProcessGroup | None = None
         self._control_group: dist.ProcessGroup | None = None
+        self._fusion: GradientFusion | None = None
+        # The gradients as the plan has them.
         self._gradients: Sequence[GradientSpec] = ()
         self._device, self._element_bytes = torch.device("cpu"), 4
 
@@ -146,11 +150,13 @@ class PlannedSync:
             PeerError: If a rank is lost or late.
             ConfigError: If the codec does not run on the device.
         """
-        self._gradients, self._device, self._element_bytes = gradients, device, element_bytes
+        self._device, self._element_bytes = device, element_bytes
+        self._fusion = self._planner.fusion(gradients, element_bytes)
+        self._gradients = self._fusion.specs
         if has_plan:
             self._planner.require_kernels(device)
             try:
-                self._begin(saved, step)
+                self._begin(self._fusion.fused_states(saved), step)
             except BaseException as error:
                 self.failure = error
                 raise
@@ -177,7 +183,7 @@ class PlannedSync:
                     saved, planner.plan, planner.codecs, rank, self._device, self.states
                 )
                 if saved:
-                    self.unsent.put(unsent_raw(saved, planner.plan, rank))
+                    self._put_unsent(unsent_raw(saved, planner.plan, rank))
                 self._start(session, planner.plan, step)
         if self._may_replan and planner.is_automatic:
             self.watch = DriftWatch()
@@ -267,7 +273,7 @@ class PlannedSync:
             self.states, unsent = carried_states(
                 self.states, before, planner.plan, planner.codecs, rank, self._device
             )
-            self.unsent.put(unsent)
+            self._put_unsent(unsent)
         if planner.plan is not None:
             session = self._new_session(self._session_group, self._tracer)
             with session.ended_by_failures():
@@ -275,6 +281,41 @@ class PlannedSync:
         self.changes.append(change)
         if rank == 0:
             _log.info(change.line())
+
+    def _put_unsent(self, values: Mapping[str, Tensor]) -> None:
+        assert self._fusion is not None
+        self.unsent.put(self._fusion.split(values))
+
+    def start(
+        self,
+        step: int,
+        gradients: Mapping[str, Tensor],
+        on_done: Callable[[BaseException | None], None],
+        *,
+        loss_scale: float,
+        has_data: bool,
+        continues: bool,
+    ) -> None:
+        """Start to replace gradients by their means, without waiting; needs a session.
+
+        For the arguments see `GradientSynchroniser.start`. All gradients of a step must come, in
+        whatever groups, before the first of them is waited for.
+        """
+        assert self.session is not None
+        assert self._fusion is not None
+        synchroniser = self.session.synchroniser
+
+        def start(gradients: Mapping[str, Tensor], on_done: OnDone, has_data: bool) -> None:
+            synchroniser.start(
+                step,
+                gradients,
+                on_done,
+                loss_scale=loss_scale,
+                has_data=has_data,
+                continues=continues,
+            )
+
+        self._fusion.start(gradients, start, on_done, has_data=has_data)
 
     def undo_step(self) -> None:
         """Restore the states from before the last optimizer step."""

@@ -20,6 +20,7 @@ from lightning_dlres.gradsync.execute.planning import (
 )
 from lightning_dlres.gradsync.execute.saved_states import saved_plan
 from lightning_dlres.gradsync.execute.session import SyncSession
+from lightning_dlres.gradsync.hook.gradient_fusion import FUSED_BYTES, GradientFusion
 from lightning_dlres.gradsync.plan.cost_model import MARGIN, auto_codecs
 from lightning_dlres.gradsync.plan.costs import SyncCosts
 from lightning_dlres.gradsync.plan.decision import SyncDecision
@@ -85,6 +86,19 @@ class HookPlanner:
                 f"algorithm must be one that runs on {device.type} here, got {self._algorithm!r}. "
                 "Install the package's extra `cuda`, or use algorithm='fp16'."
             )
+
+    def fusion(self, gradients: Sequence[GradientSpec], element_bytes: int) -> GradientFusion:
+        """Return the fusion of the gradients that are too small to be compressed.
+
+        Args:
+            gradients: The gradients, in the order of the model.
+            element_bytes: Bytes of an element of a gradient.
+        """
+        return GradientFusion(
+            gradients,
+            most_elements=-(-self._min_bytes // element_bytes) - 1,
+            fused_elements=FUSED_BYTES // element_bytes,
+        )
 
     def make_without_measuring(
         self,

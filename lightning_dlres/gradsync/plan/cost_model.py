@@ -148,14 +148,15 @@ class _Layout:
         shares: Share of the merging work of each rank.
         counts: Elements of each unit.
         owners: Owner of each unit.
-        gradient_counts: Elements of the gradient of each unit.
+        compressible_counts: Elements of the gradient of each unit; 0 if it must not be
+            compressed.
     """
 
     partitions: tuple[int, ...]
     shares: tuple[float, ...]
     counts: Integers
     owners: Integers
-    gradient_counts: Integers
+    compressible_counts: Integers
 
 
 class _Search:
@@ -169,8 +170,10 @@ class _Search:
         least_elements: int,
     ) -> None:
         self._predictor, self._codecs = predictor, codecs
+        self._gradients = gradients
         self._sizes = [gradient.count for gradient in gradients]
-        self._thresholds = _thresholds(self._sizes, least_elements)
+        compressible = [gradient.count for gradient in gradients if gradient.is_compressible]
+        self._thresholds = _thresholds(compressible, least_elements)
         ranks = predictor.world_size
         equal = (1 / ranks,) * ranks
         # Equal shares divide the merging, the others follow the links.
@@ -190,7 +193,7 @@ class _Search:
             for least in (0,) if algorithm == RAW else self._thresholds:
                 table = raw
                 if algorithm != RAW:
-                    is_compressed = layout.gradient_counts >= least
+                    is_compressed = layout.compressible_counts >= least
                     table = raw.where(is_compressed, self._table(algorithm, layout))
                 prediction = self._predictor.predict_units(
                     topology, layout.counts, layout.owners, table
@@ -223,9 +226,9 @@ class _Search:
         key = partitions, shares
         if key not in self._layouts:
             pieces = [
-                (stop - start, count)
-                for count, number in zip(self._sizes, partitions, strict=True)
-                for start, stop in cut(count, number, BLOCK)
+                (stop - start, gradient.count if gradient.is_compressible else 0)
+                for gradient, number in zip(self._gradients, partitions, strict=True)
+                for start, stop in cut(gradient.count, number, BLOCK)
             ]
             counts = [count for count, _ in pieces]
             self._layouts[key] = _Layout(
@@ -233,7 +236,7 @@ class _Search:
                 shares=shares,
                 counts=np.array(counts, dtype=np.int64),
                 owners=np.array(assign_owners(counts, shares), dtype=np.int64),
-                gradient_counts=np.array([count for _, count in pieces], dtype=np.int64),
+                compressible_counts=np.array([count for _, count in pieces], dtype=np.int64),
             )
         return self._layouts[key]
 
@@ -256,7 +259,7 @@ class _Search:
             algorithm=algorithm,
             topology=topology,
             least_elements=least,
-            compressed=sum(size >= least for size in self._sizes) if is_lossy else 0,
+            compressed=sum(g.is_compressed(least) for g in self._gradients) if is_lossy else 0,
             units=0 if layout is None else len(layout.counts),
             prediction=prediction,
         )
@@ -294,7 +297,9 @@ def _decision(
     if layout is not None:
         choices = tuple(
             CodecChoice(
-                codec=contender.algorithm if gradient.count >= contender.least_elements else RAW,
+                codec=contender.algorithm
+                if gradient.is_compressed(contender.least_elements)
+                else RAW,
                 partitions=partitions,
             )
             for gradient, partitions in zip(gradients, layout.partitions, strict=True)

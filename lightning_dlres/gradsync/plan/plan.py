@@ -159,7 +159,7 @@ def choices_by_size(
     total = sum(gradient.count for gradient in gradients)
     choices = []
     for gradient in gradients:
-        used = codec if gradient.count >= least_elements else None
+        used = codec if gradient.is_compressed(least_elements) else None
         is_divisible = used is None or used.is_divisible
         partitions = partitions_for(gradient.count, total, world_size) if is_divisible else 1
         choices.append(CodecChoice(codec=RAW if used is None else used.name, partitions=partitions))

@@ -24,10 +24,16 @@ class GradientSpec:
     Attributes:
         name: Name of the parameter.
         count: Number of elements.
+        is_compressible: False for a gradient that no codec may change.
     """
 
     name: str
     count: int
+    is_compressible: bool = True
+
+    def is_compressed(self, least_elements: int) -> bool:
+        """Return True if a codec for gradients from some size on compresses this one."""
+        return self.is_compressible and self.count >= least_elements
 
 
 @dataclass(frozen=True, kw_only=True)

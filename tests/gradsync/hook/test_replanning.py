@@ -211,11 +211,13 @@ def assert_nothing_is_lost(runs: Sequence[Run], steps: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(FAST, SLOW), (SLOW, FAST)])
-@pytest.mark.parametrize("ranks", [2, 3])
+# With the larger bound, the bias and the scalar are too small to be compressed.
+@pytest.mark.parametrize(("ranks", "min_bytes"), [(2, 4096), (3, 0)])
 def test_a_link_of_another_speed_changes_the_plan_once(
-    pool: RankPool, ranks: int, before: float, after: float
+    pool: RankPool, ranks: int, min_bytes: int, before: float, after: float
 ) -> None:
-    runs = pool.run(train, ranks, {0: before, 6: after}, 20)
+    options = {"min_bytes": min_bytes}
+    runs = pool.run(train, ranks, {0: before, 6: after}, 20, options=options)
     algorithms = ["none", "int8"] if before == FAST else ["int8", "none"]
     for run in runs:
         assert run.changes == runs[0].changes
