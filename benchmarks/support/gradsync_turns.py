@@ -15,8 +15,11 @@ RANK = "benchmarks.support.gradsync_rank"
 Contenders = Mapping[str, tuple[str, dict[str, Any]]]
 # Steps before the counted ones: DDP rebuilds its buckets in them, and our hook makes its plan.
 _WARM_UP = 5
-# Steps of a turn.
-_STEPS = 3
+# Steps at the beginning of a turn that do not count. They find cold caches, and connections that
+# start slowly again after a pause. Steps of a training have neither.
+_UNCOUNTED_STEPS = 2
+# Counted seconds of a turn, and least and most counted steps.
+_TURN_SECONDS, _LEAST_STEPS, _MOST_STEPS = 1.5, 3, 12
 
 
 class Turns:
@@ -85,7 +88,9 @@ class Turns:
             # Every other round in the opposite order, so that no contender always follows another.
             names = list(self._contenders)
             for name in names if number % 2 else reversed(names):
-                self._replies[name].append(self.order(name, _STEPS, emulated))
+                first = self.order(name, _UNCOUNTED_STEPS, emulated)[0]["seconds"][-1]
+                steps = max(_LEAST_STEPS, min(_MOST_STEPS, round(_TURN_SECONDS / first)))
+                self._replies[name].append(self.order(name, steps, emulated))
 
     def seconds(self, name: str) -> float:
         """Return the seconds of a contender's step: the median of the rounds."""

@@ -23,6 +23,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from lightning_dlres.core.checks import (
+    finite,
     flag,
     function,
     instance,
@@ -42,6 +43,7 @@ from lightning_dlres.gradsync.execute.session import (
 )
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.hook.equal_options import as_text
+from lightning_dlres.gradsync.hook.loaded_states import require_states
 from lightning_dlres.gradsync.hook.optimizer_steps import OptimizerSteps
 from lightning_dlres.gradsync.hook.parameter_names import ParameterNames
 from lightning_dlres.gradsync.hook.planned_sync import PlannedSync
@@ -183,7 +185,7 @@ class GradientSyncState:
         self._step, self._names = 0, ParameterNames()
         # True until the hook has learnt the parameters in its first step.
         self._is_learning = True
-        # Set by `open`, by the first bucket, by `close`, and by the first of all.
+        # Set by `open`, the first bucket, `close`, and the first of them.
         self._is_open = self._has_begun = self._is_closed = self._is_connected = False
         # True if the current backward belongs to the optimizer step of the one before.
         self._continues = False
@@ -280,6 +282,7 @@ class GradientSyncState:
             raise ConfigError(got_expected("state", got, rule, "a new state and module"))
 
     def _begin_backward(self) -> None:
+        finite("loss_scale", self.loss_scale, "loss_scale=1.0", above=True)
         self._connect()
         self._continues = self._optimizer_steps.begin_backward()
         if self._power_sgd is not None and self._keeps_previous and not self._continues:
@@ -364,12 +367,9 @@ class GradientSyncState:
             states: Results of `state_dict`, by rank.
 
         Raises:
-            ConfigError: If there is no state, or the plan was made, or the first step has begun.
+            ConfigError: If these are no states of all ranks, or the first step has begun.
         """
-        if not states:
-            raise ConfigError(
-                got_expected("states", [], "the states of all ranks", "states=[state of rank 0]")
-            )
+        require_states(states)
         if self._has_begun or self._is_open:
             got, rule = "a call after it", "loaded before the first step"
             raise ConfigError(got_expected("states", got, rule, "a new GradientSyncState"))

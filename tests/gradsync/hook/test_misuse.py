@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,14 +16,16 @@ from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from tests.support.rank_pool import RankContext, RankPool
 
 
-def train(context: RankContext, misuse: str) -> tuple[str, list[torch.Tensor]]:
+def train(context: RankContext, misuse: str, scale: Any = 1.0) -> tuple[str, list[torch.Tensor]]:
     """Return the message of a `ConfigError`, empty if there was none, and the weights at the end.
 
     Args:
         context: This rank.
         misuse: "named twice" gives the same names again; "two modules" and "late names" give those
             of another module, before or after the first step; "closed" closes the state between
-            two steps; "late states" loads states between two steps; "" uses the state well.
+            two steps; "late states" loads states between two steps; "loss scale" is for a bad
+            `scale`; "" uses the state well.
+        scale: Loss scale of the state.
     """
     context.init_process_group()
     torch.manual_seed(0)
@@ -41,6 +44,7 @@ def train(context: RankContext, misuse: str) -> tuple[str, list[torch.Tensor]]:
             state.name_parameters(nn.Linear(20, 3).named_parameters(prefix="other"))
         if misuse == "two modules":
             state.name_parameters(nn.Linear(20, 300).named_parameters(prefix="0"))
+        state.loss_scale = scale
         wrapped.register_comm_hook(state, compressed_hook)
         for step in range(4):
             inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
@@ -138,3 +142,30 @@ def test_unlike_options_are_refused_on_all_ranks(
 def test_equal_options_pass(pool: RankPool, algorithm: str) -> None:
     options = {"algorithm": algorithm, "topology": "ps", "coordinator": "none", "min_bytes": 0}
     assert pool.run(train_with, 2, options, dict(reversed(options.items()))) == ["", ""]
+
+
+GOOD: dict[str, Any] = {"step": 3, "algorithm": "int8", "units": []}
+
+
+@pytest.mark.parametrize(
+    ("states", "got"),
+    [
+        ([], "got \\[\\]"),
+        (None, "got None"),
+        (GOOD, "got 'dict'"),
+        ([GOOD, None], "got 'NoneType'"),
+        ([{"state_dict": 1}], "got \"dict \\['state_dict'\\]\""),
+        ([{**GOOD, "step": "3"}], "results of state_dict"),
+        ([{**GOOD, "units": [{"gradient": "weight"}]}], "results of state_dict"),
+        ([GOOD, {**GOOD, "step": 4}], "steps \\[3, 4\\]"),
+    ],
+)
+def test_other_things_than_states_are_refused(states: Any, got: str) -> None:
+    with pytest.raises(ConfigError, match=got):
+        GradientSyncState().load_state_dicts(states)
+
+
+@pytest.mark.parametrize("scale", [0.0, math.nan, -1.0, None])
+def test_a_bad_loss_scale_is_refused(pool: RankPool, scale: Any) -> None:
+    for message, _ in pool.run(train, 2, "loss scale", scale):
+        assert "loss_scale must be a finite number above 0" in message
