@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_dlres.codecs.base import register
 from lightning_dlres.codecs.gradient.base import RESIDUAL, GradientCodec, State
+from lightning_dlres.kernels.half import conversion
 
 
 class _Half(GradientCodec):
@@ -29,6 +30,9 @@ class _Half(GradientCodec):
         self, values: Tensor, state: State, payload: Tensor, *, scale: float = 1.0, seed: int = 0
     ) -> None:
         residual = state[RESIDUAL]
+        if values.device.type == "cpu":
+            conversion.encode(values, residual, payload, scale, self.dtype)
+            return
         exact = torch.add(residual, values, alpha=scale)
         limit = torch.finfo(self.dtype).max
         # `clamp` would turn infinities into finite numbers.
@@ -41,6 +45,9 @@ class _Half(GradientCodec):
     def expand(
         self, payload: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
+        if out.device.type == "cpu":
+            conversion.decode(payload, out, scale, accumulate, self.dtype)
+            return
         values = payload.view(self.dtype)[: out.numel()].to(torch.float32).mul_(scale)
         out.add_(values) if accumulate else out.copy_(values)
 
