@@ -195,7 +195,9 @@ class PowerSGD:
             raise ConfigError(got_expected("algorithm", got, rule, "algorithm='int8'"))
         is_gloo = bucket.buffer().device.type == "cpu"
         is_single = bucket.index() == 0 and bucket.is_last()
-        if is_gloo and not is_single and self._state.iter > 0:
+        # DDP may have other buckets in its first step, in which the hook mostly does not compress.
+        is_lasting = self._state.iter > 0 or self._state.start_powerSGD_iter == 0
+        if is_gloo and not is_single and is_lasting:
             # The hook's callbacks wait in gloo's threads for each other. Several buckets could take
             # all of these threads, and so deadlock.
             rule = "a single bucket with gloo for algorithm 'powersgd', and parameters of one dtype"

@@ -273,8 +273,8 @@ class Unsupported(nn.Module):
     """Module with parameters that torch's hook cannot handle.
 
     Args:
-        kind: "scalar" adds a scalar parameter, "sparse" one with sparse gradients, and "buckets" a
-            second matrix, for a second bucket.
+        kind: "scalar" adds a scalar parameter, "sparse" one with sparse gradients, "buckets" a
+            second matrix, for a second bucket, and "dtypes" one with another dtype.
     """
 
     def __init__(self, kind: str) -> None:
@@ -284,6 +284,7 @@ class Unsupported(nn.Module):
             "scalar": lambda: nn.Parameter(torch.tensor(1.0)),
             "sparse": lambda: nn.Embedding(4, 2, sparse=True),
             "buckets": lambda: nn.Parameter(torch.zeros(64, 64)),
+            "dtypes": lambda: nn.Parameter(torch.zeros(64, 64, dtype=torch.float64)),
         }[kind]()
 
     def forward(self) -> Tensor:
@@ -296,11 +297,16 @@ def refusal(context: RankContext, kind: str) -> str:
     """Return the error of training with parameters of a kind; see `Unsupported`."""
     context.init_process_group()
     model = Unsupported(kind)
-    state = GradientSyncState(algorithm="powersgd", codec_options={"start_step": 2})
+    options: dict[str, Any] = {"start_step": 2}
+    if kind == "dtypes":
+        # Compresses in the first step already.
+        options = {"start_step": 0, "error_feedback": False, "warm_start": False}
+    state = GradientSyncState(algorithm="powersgd", codec_options=options)
     state.name_parameters(model.named_parameters())
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.01 if kind == "buckets" else 25)
     wrapped.register_comm_hook(state, compressed_hook)
-    # Several buckets are refused only from the second step on: DDP forms its lasting buckets then.
+    # Several buckets are refused only from the second step on, when DDP has formed its lasting
+    # buckets, or if the first step is compressed.
     for _ in range(2):
         try:
             wrapped().backward()
@@ -316,6 +322,7 @@ def refusal(context: RankContext, kind: str) -> str:
         ("scalar", "algorithm must be 'int8' or another codec for scalar or complex parameters"),
         ("sparse", "algorithm must be 'int8' or another codec with sparse gradients"),
         ("buckets", "bucket_cap_mb must be a single bucket with gloo for algorithm 'powersgd'"),
+        ("dtypes", "bucket_cap_mb must be a single bucket with gloo for algorithm 'powersgd'"),
     ],
 )
 def test_what_torchs_hook_cannot_handle_is_refused(pool: RankPool, kind: str, message: str) -> None:
