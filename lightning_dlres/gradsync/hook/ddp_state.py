@@ -266,20 +266,20 @@ class GradientSyncState:
         if self.failure is not None:
             raise self.failure
         self._has_begun = True
-        self._refuse_closed()
-        try:
-            if bucket.index() == 0:
-                self._begin_backward()
-            return self._reduce(bucket, bucket.buffer())
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _refuse_closed(self) -> None:
         if self._is_closed:
             # Else torch's all-reduce would silently take over.
             got, rule = "one that was closed", "open during training"
             raise ConfigError(got_expected("state", got, rule, "a new state and module"))
+        try:
+            if bucket.index() == 0:
+                self._begin_backward()
+            future = self._reduce(bucket, bucket.buffer())
+            if bucket.is_last():
+                self._sync.end_step()
+            return future
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _begin_backward(self) -> None:
         finite("loss_scale", self.loss_scale, "loss_scale=1.0", above=True)

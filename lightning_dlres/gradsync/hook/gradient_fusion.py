@@ -102,7 +102,7 @@ class GradientFusion:
     ) -> None:
         """Start to replace gradients by their means, without waiting.
 
-        A fused gradient starts with the last of its members, of whatever bucket.
+        A fused gradient starts with the last of its members, of whatever bucket, or in `end_step`.
 
         Args:
             gradients: Contiguous flat gradients by name.
@@ -119,12 +119,19 @@ class GradientFusion:
             start(own, done, has_data)
         # In the order of the plan, which is the same on all ranks.
         for name in [name for name in self._fused if name in touched]:
-            ready = self._ready.setdefault(name, _Ready())
+            ready = self._ready.setdefault(name, _Ready(self._fused[name], start))
             ready.add(touched[name], done, has_data)
-            members = self._fused[name].members
-            if len(ready.gradients) == len(members):
-                del self._ready[name]
-                ready.start(name, [member.name for member in members], start)
+            if ready.is_complete:
+                self._ready.pop(name).start()
+
+    def end_step(self) -> None:
+        """Start the fused gradients of which not all members have come in the step.
+
+        A plan may have gradients that DistributedDataParallel does not give to the hook, for
+        example those of parameters outside of its module. The others must not wait for them.
+        """
+        for name in [name for name in self._fused if name in self._ready]:
+            self._ready.pop(name).start()
 
     def split(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return flat tensors of the plan's gradients as those of the model's gradients."""
@@ -170,22 +177,37 @@ def _groups(gradients: Sequence[GradientSpec], fused_elements: int) -> list[list
 
 
 class _Ready:
-    """Members of a fused gradient that are ready in a step."""
+    """Members of a fused gradient that are ready in a step.
 
-    def __init__(self) -> None:
-        self.gradients: dict[str, Tensor] = {}
+    Args:
+        fused: The fused gradient.
+        start: Starts it.
+    """
+
+    def __init__(self, fused: FusedGradient, start: Start) -> None:
+        self._fused, self._start = fused, start
+        self._gradients: dict[str, Tensor] = {}
         self._waiting: list[OnDone] = []
         self._has_data = False
 
+    @property
+    def is_complete(self) -> bool:
+        """True if all members are ready."""
+        return len(self._gradients) == len(self._fused.members)
+
     def add(self, gradients: Mapping[str, Tensor], on_done: OnDone, has_data: bool) -> None:
         """Add members; `on_done` is called when they are means."""
-        self.gradients |= gradients
+        self._gradients |= gradients
         self._waiting.append(on_done)
         self._has_data |= has_data
 
-    def start(self, name: str, members: Sequence[str], start: Start) -> None:
-        """Start the fused gradient, whose members are all ready."""
-        gradients = [self.gradients[member] for member in members]
+    def start(self) -> None:
+        """Start the fused gradient, with zeros for members that are not ready."""
+        some = next(iter(self._gradients.values()))
+        gradients = [
+            self._gradients[m.name] if m.name in self._gradients else some.new_zeros(m.count)
+            for m in self._fused.members
+        ]
         fused = torch.cat(gradients)
 
         def finish(error: BaseException | None) -> None:
@@ -197,7 +219,7 @@ class _Ready:
             for on_done in self._waiting:
                 on_done(error)
 
-        start({name: fused}, finish, self._has_data)
+        self._start({self._fused.name: fused}, finish, self._has_data)
 
 
 class _Countdown:

@@ -317,6 +317,11 @@ class PlannedSync:
 
         self._fusion.start(gradients, start, on_done, has_data=has_data)
 
+    def end_step(self) -> None:
+        """Start what waits for more gradients, because all of the step have come."""
+        if self._fusion is not None:
+            self._fusion.end_step()
+
     def undo_step(self) -> None:
         """Restore the states from before the last optimizer step."""
         self.unsent.undo()

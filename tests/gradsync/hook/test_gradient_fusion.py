@@ -113,6 +113,31 @@ def test_an_error_reaches_each_bucket_once() -> None:
     assert results == [[error], [error]]
 
 
+def test_a_fused_gradient_does_not_wait_for_a_member_that_does_not_come() -> None:
+    fusion = fusion_of([5, 3, 50, 2], most=10, fused=100)
+    started: list[tuple[Mapping[str, Tensor], OnDone]] = []
+    results: list[BaseException | None] = []
+
+    def start(gradients: Mapping[str, Tensor], on_done: OnDone, has_data: bool) -> None:
+        started.append((gradients, on_done))
+
+    for _ in range(2):
+        own = {"g3": torch.full((2,), 4.0), "g0": torch.ones(5)}
+        fusion.start(own, start, results.append, has_data=True)
+        assert not started
+        fusion.end_step()
+        ((gradients, on_done),) = started
+        assert gradients["g0 and 2 more"].tolist() == [1] * 5 + [0] * 3 + [4] * 2
+        gradients["g0 and 2 more"].neg_()
+        on_done(None)
+        assert own["g0"].tolist() == [-1] * 5
+        assert own["g3"].tolist() == [-4] * 2
+        started.clear()
+    assert results == [None, None]
+    fusion.end_step()
+    assert not started
+
+
 def test_saved_states_move_with_their_gradients() -> None:
     fusion = fusion_of([5, 50, 7], most=10, fused=100)
     entries = [
@@ -262,3 +287,47 @@ def test_what_an_earlier_run_left_unsent_is_sent(pool: RankPool) -> None:
     for (means, _, _), (expected, _, _) in zip(ranks, plain, strict=True):
         for name, value in means[0].items():
             torch.testing.assert_close(value, expected[0][name] + 0.5, rtol=0, atol=1e-6)
+
+
+def train_some_of_the_named(context: RankContext, case: str, is_plain: bool) -> dict[str, Tensor]:
+    """Return the means of a step, of a module that has not all parameters with names.
+
+    Args:
+        context: This rank.
+        case: Reason why some gradients do not come; see the test.
+        is_plain: True for plain DDP.
+    """
+    context.init_process_group()
+    torch.manual_seed(0)
+    embedding = nn.Embedding(7, 6, sparse=case == "sparse")
+    model = nn.Sequential(embedding, nn.Linear(6, 5), nn.Linear(5, 4))
+    named = nn.Sequential(nn.Linear(3, 2), model, nn.Linear(2, 2)) if case == "outside" else model
+    state = GradientSyncState(algorithm="int8", topology="ps", coordinator="none", timeout=20)
+    state.name_parameters(named.named_parameters())
+    if case == "frozen":
+        model[1].bias.requires_grad_(False)
+    if case == "ignored":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])
+    wrapped = DistributedDataParallel(model)
+    if not is_plain:
+        wrapped.register_comm_hook(state, compressed_hook)
+    for step in range(3):
+        model.zero_grad()
+        inputs = torch.arange(4) + step % 2 + context.rank
+        wrapped(inputs).square().mean().backward()
+    state.close()
+    return {
+        name: parameter.grad.to_dense()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and (case, name) != ("ignored", "1.bias")
+    }
+
+
+@pytest.mark.parametrize("case", ["outside", "sparse", "frozen", "ignored"])
+def test_named_parameters_without_gradients_delay_no_others(pool: RankPool, case: str) -> None:
+    """Of parameters outside the module, with sparse gradients, frozen later, or ignored by DDP."""
+    plain = pool.run(train_some_of_the_named, 2, case, True)
+    for means in pool.run(train_some_of_the_named, 2, case, False):
+        assert means.keys() == plain[0].keys()
+        for name, value in means.items():
+            torch.testing.assert_close(value, plain[0][name])
