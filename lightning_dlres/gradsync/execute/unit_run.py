@@ -14,6 +14,9 @@ from lightning_dlres.gradsync.plan.graph import Graph, Part, SyncTask, TaskKind
 from lightning_dlres.gradsync.plan.task_table import TaskTable
 from lightning_dlres.gradsync.plan.units import SyncUnit
 
+# Elements that tell of most gradients that they are not zero.
+_FIRST = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
@@ -187,8 +190,10 @@ class UnitRun:
         scale = 1 / self.options.loss_scale if is_own else 1.0
         payload = self.tasks.memory(part.name, self._payload_bytes, torch.uint8, source.device)
         state = self._states.of(self.unit, part, self.codec, source.device)
-        if is_own and not self._has_data:
-            # A rank without data sends zeros and keeps its residual for a later step.
+        if (is_own and not self._has_data) or is_zero(source):
+            # A rank without data sends zeros and keeps its residual for a later step. So does one
+            # whose gradient is zero: DistributedDataParallel drops the mean of a parameter that no
+            # rank has used, and the residual would be lost with it.
             state = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         elif RESIDUAL in state and not self.options.keeps_errors(part):
             state = {**state, RESIDUAL: torch.zeros_like(state[RESIDUAL])}
@@ -247,3 +252,8 @@ class UnitRun:
         values = torch.empty(self.unit.count, device=self._gradient.device)
         self.codec.expand(payload, values, scale=scale)
         self._gradient.copy_(values)
+
+
+def is_zero(values: Tensor) -> bool:
+    """Return True if all elements are zero; fast if one of the first is not."""
+    return not values[:_FIRST].any() and not values.any()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_dlres.codecs.gradient import RESIDUAL
+from lightning_dlres.gradsync.execute.unit_run import is_zero
 from lightning_dlres.gradsync.plan.graph import Part
 from lightning_dlres.gradsync.plan.plan import RAW
 
@@ -38,8 +39,14 @@ class UnsentGradients:
         self._added.clear()
 
     def add_to(self, gradients: Mapping[str, Tensor], loss_scale: float) -> bool:
-        """Add the residuals to flat gradients by name; return True if there were any."""
-        names = self._values.keys() & gradients.keys()
+        """Add the residuals to flat gradients by name; return True if there were any.
+
+        Those of a gradient that is zero stay: DistributedDataParallel drops the mean of a parameter
+        that no rank has used.
+        """
+        names = [
+            name for name in self._values.keys() & gradients.keys() if not is_zero(gradients[name])
+        ]
         for name in names:
             value = self._added[name] = self._values.pop(name)
             gradients[name].add_(value.to(gradients[name]), alpha=loss_scale)

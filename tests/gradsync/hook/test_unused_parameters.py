@@ -1,0 +1,104 @@
+"""Parameters that no rank uses in a step: DDP drops their means, and nothing is lost by that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dlres.codecs.gradient import RESIDUAL
+from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
+from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.plan.graph import Part
+from tests.support.rank_pool import RankContext, RankPool
+
+# Ranks that use the layer "b", by step.
+USERS = [{0, 1, 2}, {0, 1, 2}, set(), {1}, set(), set()]
+SIZE = 60
+
+
+class Branches(nn.Module):
+    """Module with a layer that is not used in all steps, whose gradients are random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(SIZE, SIZE))
+        self.b = nn.Parameter(torch.zeros(SIZE, SIZE))
+
+    def forward(self, noise: Tensor, uses_b: bool) -> Tensor:
+        return ((self.a + self.b if uses_b else self.a) * noise).sum()
+
+
+def train(
+    context: RankContext, options: dict[str, Any], users: list[set[int]], unsent: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the sums over steps of the means, and of this rank's gradients less its residuals.
+
+    Args:
+        context: This rank.
+        options: Options of the hook's state.
+        users: Ranks that use the layer "b", by step.
+        unsent: Residual of all elements of an earlier run, which this run must send.
+    """
+    context.init_process_group()
+    model = Branches()
+    state = GradientSyncState(coordinator="none", min_bytes=0, **options)
+    state.name_parameters(model.named_parameters())
+    left = {name: torch.full((SIZE * SIZE,), unsent) for name in ("a", "b")}
+    if unsent:
+        units = [
+            {
+                "gradient": name,
+                "start": 0,
+                "stop": value.numel(),
+                "part": int(Part.GRADIENT),
+                "codec": "raw",
+                "tensors": {RESIDUAL: value},
+            }
+            for name, value in left.items()
+        ]
+        saved = {"world_size": 3, "units": units, "step": 1, "algorithm": "none"}
+        state.load_state_dicts([saved] * 3)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    wrapped.register_comm_hook(state, compressed_hook)
+    means = {name: torch.zeros(SIZE, SIZE) for name in ("a", "b")}
+    own = {name: value.view(SIZE, SIZE).clone() for name, value in left.items()}
+    for step, ranks in enumerate(users):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + context.rank)
+        noise = torch.randn(SIZE, SIZE, generator=generator)
+        wrapped(noise, context.rank in ranks).backward()
+        own["a"] += noise
+        own["b"] += noise * (context.rank in ranks)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                means[name] += parameter.grad
+    for entry in state.state_dict().get("units", ()):
+        residual = entry["tensors"][RESIDUAL]
+        own[entry["gradient"]].view(-1)[entry["start"] : entry["stop"]] -= residual
+    state.close()
+    return means, own
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "topology"), [("int8", "ps"), ("int8", "ring"), ("onebit", "ps"), ("tbq", "ring")]
+)
+def test_residuals_of_unused_parameters_are_kept(
+    pool: RankPool, algorithm: str, topology: str
+) -> None:
+    ranks = pool.run(train, 3, {"algorithm": algorithm, "topology": topology}, USERS, 0.0)
+    for name, mean in ranks[0][0].items():
+        sent = torch.stack([own[name] for _, own in ranks]).sum(0)
+        torch.testing.assert_close(3 * mean, sent, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ["int8", "raw", "none"])
+def test_what_an_earlier_run_left_unsent_waits_for_a_use(pool: RankPool, algorithm: str) -> None:
+    users = [set(), {0, 1, 2}, {0, 1, 2}]
+    ranks = pool.run(train, 3, {"algorithm": algorithm, "topology": "ps"}, users, 0.5)
+    for name, mean in ranks[0][0].items():
+        sent = torch.stack([own[name] for _, own in ranks]).sum(0)
+        torch.testing.assert_close(3 * mean, sent, rtol=0, atol=1e-4)
