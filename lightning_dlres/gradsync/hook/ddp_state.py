@@ -432,8 +432,8 @@ class GradientSyncState:
         """Connect the ranks, unless that was done, and compare their options."""
         if not self._is_connected and dist.get_world_size() > 1:
             self._is_connected = True
-            steps = as_text(step=self._step, saved_states=len(self._saved))
-            self._sync.connect({**self._options, **steps}, is_used=self._has_plan)
+            own = as_text(step=self._step, saved_states=len(self._saved), parameters=self._names)
+            self._sync.connect({**self._options, **own}, is_used=self._has_plan)
 
     def _finish(self, future: Future[Tensor], buffer: Tensor, error: BaseException | None) -> None:
         if error is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor, nn
@@ -23,6 +24,11 @@ class ParameterNames:
         self._names: dict[Tensor, str] = {}
         self.specs: list[GradientSpec] = []
         self.sparse: set[Tensor] = set()
+
+    def __repr__(self) -> str:
+        """Return a short text, which is another one if names, sizes or their order differ."""
+        text = repr([(spec.name, spec.count) for spec in self.specs])
+        return f"{len(self.specs)} names with the checksum {zlib.crc32(text.encode()):08x}"
 
     def add(
         self,
@@ -58,7 +64,17 @@ class ParameterNames:
         self.specs += [spec_of(self._of(parameter), parameter) for parameter in parameters]
 
     def of(self, parameters: Iterable[Tensor]) -> Sequence[str]:
-        """Return the names of parameters; one without a name gets a number."""
+        """Return the names of parameters; they get numbers if none has a name.
+
+        Raises:
+            ConfigError: If other parameters have names, so a plan has no room for these.
+        """
+        parameters = list(parameters)
+        for parameter in parameters if self.specs else ():
+            if parameter not in self._names:
+                got = f"none of shape {tuple(parameter.shape)}"
+                fix = "parameters=module.named_parameters()"
+                raise ConfigError(got_expected("parameters", got, "all of the module's", fix))
         return [self._of(parameter) for parameter in parameters]
 
     def _of(self, parameter: Tensor) -> str:

@@ -22,9 +22,9 @@ def train(context: RankContext, misuse: str, scale: Any = 1.0) -> tuple[str, lis
     Args:
         context: This rank.
         misuse: "named twice" gives the same names again; "two modules" and "late names" give those
-            of another module, before or after the first step; "closed" closes the state between
-            two steps; "late states" loads states between two steps; "loss scale" is for a bad
-            `scale`; "" uses the state well.
+            of another module, before or after the first step; "some names" gives names to the first
+            layer only; "closed" closes the state between two steps; "late states" loads states
+            between two steps; "loss scale" is for a bad `scale`; "" uses the state well.
         scale: Loss scale of the state.
     """
     context.init_process_group()
@@ -36,7 +36,8 @@ def train(context: RankContext, misuse: str, scale: Any = 1.0) -> tuple[str, lis
     state = GradientSyncState(algorithm=algorithm, **options)  # type: ignore[arg-type]
     message = ""
     try:
-        state.name_parameters(model.named_parameters())
+        names = list(model.named_parameters())
+        state.name_parameters(names[:2] if misuse == "some names" else names)
         if misuse == "named twice":
             state.name_parameters(model.named_parameters())
         if misuse == "names after open":
@@ -78,6 +79,11 @@ def test_names_of_another_module_are_refused(pool: RankPool) -> None:
             assert "parameters must be those of one module, named before the first step" in message
 
 
+def test_names_of_some_parameters_are_refused(pool: RankPool) -> None:
+    for message, _ in pool.run(train, 2, "some names"):
+        assert "parameters must be all of the module's, got 'none of shape (1, 300)'" in message
+
+
 def test_training_with_a_closed_state_is_refused(pool: RankPool) -> None:
     for message, _ in pool.run(train, 2, "closed"):
         assert "state must be open during training" in message
@@ -94,9 +100,10 @@ def train_with(context: RankContext, *options: dict[str, Any]) -> str:
     model = nn.Linear(20, 300)
     wrapped = DistributedDataParallel(model)
     own = dict(options[context.rank])
-    states = own.pop("states", None)
+    states, reverses_names = own.pop("states", None), own.pop("reverses_names", False)
     state = GradientSyncState(timeout=20.0, **own)
-    state.name_parameters(model.named_parameters())
+    names = list(model.named_parameters())
+    state.name_parameters(reversed(names) if reverses_names else names)
     if states is not None:
         state.load_state_dicts(states)
     wrapped.register_comm_hook(state, compressed_hook)
@@ -128,6 +135,10 @@ def train_with(context: RankContext, *options: dict[str, Any]) -> str:
         (
             [{}, {"states": [{"step": 4, "algorithm": "none"}] * 2}],
             "step must be the same on all ranks, got 0 on rank 0 and 4 on rank 1.",
+        ),
+        (
+            [{}, {"reverses_names": True}],
+            "parameters must be the same on all ranks, got 2 names with the checksum",
         ),
     ],
 )
