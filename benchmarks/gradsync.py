@@ -179,7 +179,7 @@ def _emulated_seconds(turns: Turns) -> float:
     emulated = 0.1
     for _ in range(8):
         alone, ddp = (
-            min(second for reply in turns.order(name, 3, emulated) for second in reply["seconds"])
+            min(reply["seconds"] for reply in turns.order(name, 3, emulated))
             for name in ("alone", "ddp")
         )
         if low < alone / ddp < high:

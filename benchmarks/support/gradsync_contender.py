@@ -118,8 +118,11 @@ class Contender:
             self.state.name_parameters(wrapped.module.named_parameters())
             wrapped.register_comm_hook(self.state, compressed_hook)
 
-    def steps(self, count: int, batch: Tensor, emulated: float = 0.0) -> list[float]:
-        """Train `count` steps; return the seconds of each, from a barrier of all ranks to its end.
+    def steps(self, count: int, batch: Tensor, emulated: float = 0.0) -> float:
+        """Train `count` steps after a barrier of all ranks; return the mean seconds of a step.
+
+        There is no barrier between steps, as there is none in a training. It would let two ranks
+        compute alone on two processors while the others wait, as if each had a processor.
 
         Args:
             count: Number of steps.
@@ -128,16 +131,14 @@ class Contender:
         """
         for layer in self._layers:
             layer.seconds = emulated / LAYERS  # type: ignore[assignment]
-        seconds = []
         with _batched(self._batches):
+            dist.barrier()
+            start = time.perf_counter()
             for _ in range(count):
-                dist.barrier()
-                start = time.perf_counter()
                 self._optimizer.zero_grad()
                 self.model(batch).square().mean().backward()
                 self._optimizer.step()
-                seconds.append(time.perf_counter() - start)
-        return seconds
+            return (time.perf_counter() - start) / count
 
     def chosen(self) -> str:
         """Return the choices of our cost model: algorithm, topology, and "replay" if a coordinator

@@ -41,7 +41,7 @@ def follow(order: Message, contenders: dict[str, Contender], batch: Tensor) -> M
         batch: Input of the model, float32[SAMPLES, WIDTH]; its first samples are used.
 
     Returns:
-        "seconds" of each step; bytes "sent" and processor seconds ("cpu") of a step;
+        "seconds" of a step; bytes "sent" and processor seconds ("cpu") of a step;
         "gradient_bytes" of the model; and the choices of the cost model ("chosen").
     """
     name = order["contender"]

@@ -88,7 +88,7 @@ class Turns:
             # Every other round in the opposite order, so that no contender always follows another.
             names = list(self._contenders)
             for name in names if number % 2 else reversed(names):
-                first = self.order(name, _UNCOUNTED_STEPS, emulated)[0]["seconds"][-1]
+                first = self.order(name, _UNCOUNTED_STEPS, emulated)[0]["seconds"]
                 steps = max(_LEAST_STEPS, min(_MOST_STEPS, round(_TURN_SECONDS / first)))
                 self._replies[name].append(self.order(name, steps, emulated))
 
@@ -130,8 +130,6 @@ class Turns:
         }
 
     def _rounds(self, name: str) -> list[float]:
-        """Return the median seconds of a step in each round."""
-        return [
-            statistics.median(second for reply in replies for second in reply["seconds"])
-            for replies in self._replies[name]
-        ]
+        """Return the seconds of a step in each round: those of the slowest rank, as the others have
+        the processors to themselves once they are done."""
+        return [max(reply["seconds"] for reply in replies) for replies in self._replies[name]]

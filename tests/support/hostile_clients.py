@@ -79,7 +79,9 @@ def greet(raw: socket.socket, name: bytes = b"") -> None:
     received = b""
     while b"READY" not in received:
         more = raw.recv(4096)
-        assert more, "the server closed the connection"
+        if not more:
+            # A server under attack may take a new connection for an old one of the same descriptor.
+            raise ConnectionResetError("the server closed the connection")
         received += more
 
 
