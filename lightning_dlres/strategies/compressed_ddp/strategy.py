@@ -28,7 +28,7 @@ from lightning_dlres.core.comm.gathered_on_disk import gather_on_disk
 from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
-from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.ddp_state import NONE, GradientSyncState
 from lightning_dlres.gradsync.hook.powersgd import POWERSGD
 from lightning_dlres.gradsync.hook.sparse_parameters import sparse_parameters
 from lightning_dlres.gradsync.optimizers.momentum_hook import momentum_hook
@@ -56,8 +56,8 @@ from lightning_dlres.strategies.few_bits import unwrapped
 # Key, in a Lightning checkpoint, of the residuals of all ranks.
 CHECKPOINT_KEY = "dlres_gradient_sync"
 
-# Size of a bucket, in MiB, into which all gradients fit.
-_SINGLE_BUCKET_MB = 1_000_000
+# MiB of buckets: all gradients in one, and several of which the first is ready early in backward.
+_SINGLE_BUCKET_MB, _EARLY_BUCKET_MB = 1_000_000, 8
 
 
 class CompressedDDPStrategy(NamedFailuresStrategy):
@@ -98,7 +98,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
         find_unused_parameters: True if a step may leave parameters without a gradient.
         static_graph: True if every step uses the same parameters in the same way.
-        bucket_cap_mb: Size of DistributedDataParallel's buckets in MiB.
+        bucket_cap_mb: MiB of DDP's buckets. None: 8, 25 for "none", no limit for "powersgd".
         process_group_backend: Backend of torch.distributed; None chooses gloo on the CPU, and NCCL
             beside gloo on GPUs.
         accelerator: Set by the Trainer.
@@ -146,6 +146,8 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         elif algorithm == POWERSGD:
             # With several buckets, torch's PowerSGD hook deadlocks gloo.
             bucket_cap_mb = _SINGLE_BUCKET_MB
+        elif algorithm != NONE:
+            bucket_cap_mb = _EARLY_BUCKET_MB
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -365,3 +365,19 @@ def warnings_with_adam(context: RankContext) -> str:
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CompressedDDPStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 8),
+        ({"algorithm": "tbq"}, 8),
+        ({"algorithm": "none"}, None),
+        ({"algorithm": "powersgd"}, 1_000_000),
+        ({"algorithm": "tbq", "bucket_cap_mb": 3}, 3),
+    ],
+)
+def test_buckets_are_small_if_gradients_are_synchronised_by_us(
+    options: dict[str, Any], expected: float | None
+) -> None:
+    assert CompressedDDPStrategy(**options)._ddp_kwargs["bucket_cap_mb"] == expected
