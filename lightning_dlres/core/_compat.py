@@ -93,7 +93,7 @@ def recurrent_weights_released(root: nn.Module) -> Iterator[None]:
 
 
 def copy_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
-    """Give a parameter the gradient hooks of another; torch has no public way to list hooks."""
+    """Let a parameter share another one's gradient hooks; torch has no public way to list hooks."""
     # Both share the same tables, so that existing handles can still remove their hooks.
     if source._backward_hooks:
         target._backward_hooks = source._backward_hooks
@@ -167,7 +167,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def without_subclasses() -> AbstractContextManager[Any]:
-    """Context manager in which tensor subclasses are treated as plain tensors.
+    """Context manager in which torch calls no `__torch_function__` of tensor subclasses.
 
     torch's own subclasses use it, but it has no public name.
     """

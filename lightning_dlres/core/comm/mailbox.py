@@ -130,7 +130,8 @@ class Mailbox:
 
     Attributes:
         rank: This rank.
-        names: Names of all ranks in errors; may be changed in place.
+        names: Names of all ranks in errors. They may be changed in place; errors of channels that
+            are open keep the old ones.
         timeout: Deadline of `receive` in seconds; may be changed.
         check: As the argument.
     """
@@ -158,7 +159,7 @@ class Mailbox:
         self._sending_lock = threading.Lock()
         self._sending_ends: dict[tuple[int, Channel], SendingEnd] = {}
         self._receiving_ends: dict[tuple[int, Channel], ReceivingEnd] = {}
-        # Those of the ends that have a thread.
+        # Ends whose threads `close` must join. A `SocketMailbox` has none.
         self._senders: list[ChannelSender] = []
         self._receivers: list[ChannelReceiver] = []
 
@@ -277,7 +278,7 @@ class Mailbox:
     def connect(self, destination: int, channel: Channel) -> None:
         """Prepare to send on a channel that the destination has subscribed to.
 
-        Call it even if this rank may send nothing. The destination receives until a goodbye comes,
+        Call it even if this rank might never send. The destination receives until a goodbye comes,
         and `close` sends one only on channels with a sending end.
         """
         self._sending_end(destination, channel)

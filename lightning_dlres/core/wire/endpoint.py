@@ -53,8 +53,8 @@ _KEEPALIVE = {
     zmq.TCP_KEEPALIVE_INTVL: 15,
     zmq.TCP_KEEPALIVE_CNT: 4,
 }
-# A message has at most 3 frames: sender name, header and payload. Further frames are counted, but
-# not stored.
+# A server gets at most 3 frames: ZeroMQ puts the client's name before header and payload. Further
+# frames are counted, but not stored.
 _MAX_FRAMES = 3
 
 

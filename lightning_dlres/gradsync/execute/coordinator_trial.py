@@ -1,4 +1,4 @@
-"""Trial of the coordinator at the start: it is used only if steps with it are shorter."""
+"""Trial of the coordinator at the start: it is used only if it makes steps clearly shorter."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from lightning_dlres.gradsync.plan.measured_steps import choose_coordinator
 from lightning_dlres.gradsync.plan.plan import SyncPlan
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 
-# Values of `coordinator` that are tried. "always" sends more messages than "replay", in the same
-# order of payloads, so it is never faster.
+# Values of `coordinator` that are tried. "always" is not: it asks the coordinator in every step,
+# and sends the payloads in the same order as "replay".
 _TRIED = ("none", "replay")
-# Steps that are not measured, in which connections are made and the plan is learnt; measured steps.
+# Unmeasured steps, in which connections are made, and the messages are recorded that "replay"
+# repeats. Measured steps.
 _WARM_UP_STEPS, _STEPS = 2, 4
 
 
@@ -34,9 +35,10 @@ def tried_coordinator(
     group: dist.ProcessGroup | None = None,
     transport: str = "gloo",
 ) -> str:
-    """Return the value of `coordinator` with the shorter step; called by all ranks together.
+    """Run steps without and with a coordinator, and return "none" or "replay"; called by all ranks.
 
-    Messages of two ranks cannot collide, so two ranks need no trial and no coordinator.
+    "replay" must gain more than `COORDINATOR_GAIN`. Messages between only two ranks cannot collide,
+    so two ranks get "none" without a trial.
 
     Args:
         plan: Plan to try.

@@ -1,8 +1,8 @@
 """Order of transmissions without collisions, planned from metadata alone.
 
-Every link has two directions. A plan fills both of them, and gives each direction one message at
-a time: no rank sends two messages at once, and none receives two at once. Transfers with the same
-source and destination share messages.
+A rank can send and receive at once. The planner lets each rank send at most one message at a time,
+and receive at most one. Waiting transfers of a step with the same source and destination share
+messages.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-# Size in bytes at which a message is full, and takes no more transfers. Small enough that a rank
-# decodes one message while the next one is on its way; large enough that the fixed time per message
-# is negligible.
+# Size in bytes from which a message takes no more transfers. Small enough that a rank decodes one
+# message while the next one is on its way; large enough that the fixed time per message is
+# negligible.
 MESSAGE_BYTES = 256 << 10
-# Without a coordinator: for so long after a message to a rank, further payloads to it may wait, so
-# that they share a message. A slow link is still busy then; on a fast one, the time is negligible.
+# Without a coordinator: seconds after a message to a rank in which further payloads to that rank
+# may wait, to share a message. A slow link is still busy then; on a fast one, the time is short.
 FOLLOWING_SECONDS = 0.003
-# Without a coordinator: bytes of waiting payloads to one rank at which they no longer wait.
+# Without a coordinator: payloads that wait for one rank are sent when they have this many bytes.
 WAITING_BYTES = 128 << 10
 
 
@@ -65,7 +65,7 @@ class TransmissionPlanner:
     It has no clock and no sockets: the caller reports what is ready and what has arrived.
 
     Attributes:
-        message_bytes: Size in bytes at which a message is full, and takes no more transfers.
+        message_bytes: Size in bytes from which a message takes no more transfers.
     """
 
     message_bytes: int = MESSAGE_BYTES
@@ -74,18 +74,19 @@ class TransmissionPlanner:
     _receiving: set[int] = field(default_factory=set)
 
     def add(self, transfers: Iterable[Transfer]) -> None:
-        """Report transfers that are ready."""
+        """Add transfers that are ready."""
         for transfer in transfers:
             pair = transfer.source, transfer.destination
             self._waiting.setdefault(pair, deque()).append(transfer)
 
     def finish(self, source: int, destination: int) -> None:
-        """Report that the message between two ranks has arrived."""
+        """Mark the message between two ranks as arrived."""
         self._sending.discard(source)
         self._receiving.discard(destination)
 
     def next_transmissions(self) -> list[Transmission]:
-        """Return messages for free links; each link stays busy until its message has arrived.
+        """Return messages between ranks that are free to send and to receive, and mark these ranks
+        as busy until `finish`.
 
         The pair of ranks with the most waiting bytes goes first.
         """

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 
-# Pieces per rank in a fair division of all gradients; a gradient larger than a piece is cut. With
-# fewer pieces the owners' sums differ more. With more, the fixed time of each piece adds up.
+# A gradient is cut if it has more than 1 / (this number x ranks) of all elements. A smaller number
+# balances the owners' work less well. A larger one adds the fixed time of more partitions.
 _PIECES_PER_RANK = 4
 
 
@@ -32,7 +32,7 @@ class GradientSpec:
     is_compressible: bool = True
 
     def is_compressed(self, least_elements: int) -> bool:
-        """Return True if a codec for gradients from some size on compresses this one."""
+        """Return True if a codec for gradients of at least `least_elements` compresses this one."""
         return self.is_compressible and self.count >= least_elements
 
 
@@ -44,9 +44,9 @@ class SyncUnit:
         index: Number of the unit in the plan.
         gradient: Name of the parameter.
         start: First element in the flat gradient.
-        stop: End of the elements in the flat gradient.
+        stop: Index after the last element in the flat gradient.
         codec: Name of the codec; "raw" sends the elements as they are.
-        owner: Rank that merges the unit (parameter server), or at which its ring begins.
+        owner: Rank that merges the unit (topology "ps"), or at which its ring begins ("ring").
     """
 
     index: int
@@ -90,7 +90,7 @@ def partitions_for(count: int, total: int, world_size: int) -> int:
 
 
 def assign_owners(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:
-    """Return an owner for each size, so that the ranks' sums follow their shares.
+    """Return an owner for each size, so that what a rank owns is proportional to its share.
 
     The largest size goes first, to the rank whose sum would be smallest in relation to its share
     (Graham's rule for parallel machines, 1969). Ties go to the lowest rank.

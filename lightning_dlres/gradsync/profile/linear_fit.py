@@ -1,4 +1,4 @@
-"""Cost of a task as a straight line through two measurements."""
+"""Linear cost of a task, from two measurements."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from lightning_dlres.gradsync.plan.costs import LinearCost
 def linear_cost(small: tuple[int, float], large: tuple[int, float]) -> LinearCost:
     """Return the line through two points of (size, seconds).
 
-    Noise must not make costs negative. Where the larger task is not slower, each item costs
-    nothing. Where the line would begin below 0, it begins at 0 and passes the larger task.
+    Noise must not make costs negative. If the larger task is not slower, each item costs nothing.
+    If the fixed cost would be negative, the line goes through the origin and the larger point.
 
     Args:
         small: Size and seconds of the smaller task.

@@ -99,6 +99,7 @@ def rank_steps(spans: Iterable[Span], *, is_truncated: bool = False) -> list[Ran
     """
     spans = list(spans)
     waits = sorted((s for s in spans if s.name == WAIT), key=lambda s: s.end_ns)
+    # The recorder gives both spans of a step the same end, which identifies the pair.
     backwards = {s.end_ns: s.start_ns for s in spans if s.name == BACKWARD}
     ends = [wait.end_ns for wait in waits]
     tasks: list[list[Span]] = [[] for _ in waits]
@@ -165,7 +166,7 @@ def compression_ratio(steps: Sequence[RankStep]) -> float | None:
 
 
 def covered_seconds(intervals: Iterable[Interval], bounds: Interval | None = None) -> float:
-    """Return the time that at least one of some intervals covers, within bounds."""
+    """Return the seconds that at least one of some intervals in ns covers, within bounds."""
     total, reached = 0, bounds[0] if bounds is not None else None
     for start, end in sorted(intervals):
         if bounds is not None:

@@ -177,7 +177,7 @@ def header(
 
 
 @pytest.mark.parametrize("options", [{"version": 2}, {"codec": "gzip"}, {"dtype": "float1"}])
-def test_another_version_or_codec_is_a_protocol_error(options: dict[str, Any]) -> None:
+def test_an_unknown_version_codec_or_dtype_is_a_protocol_error(options: dict[str, Any]) -> None:
     assert decode(decode_header(header(), "stage 1"), []).tolist() == [ord("a")]
     with pytest.raises(ProtocolError, match="version or codec"):
         decode_header(header(**options), "stage 1")
@@ -191,7 +191,7 @@ def test_another_version_or_codec_is_a_protocol_error(options: dict[str, Any]) -
     ],
     ids=["not UTF-8", "too deep"],
 )
-def test_random_bytes_are_a_protocol_error(data: bytes) -> None:
+def test_malformed_msgpack_is_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_header(data, "stage 1")
 

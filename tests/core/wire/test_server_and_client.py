@@ -92,7 +92,7 @@ def test_typed_payloads_are_decoded_or_refused(stack: ExitStack) -> None:
         ([bytes(pack("data", 0, b"abc")[0]), b"abcd"], "4 bytes"),
     ],
 )
-def test_a_corrupt_message_is_refused_with_its_sender(
+def test_refusing_a_corrupt_message_names_its_sender(
     stack: ExitStack,
     frames: list[bytes],
     complaint: str,
@@ -157,7 +157,7 @@ def test_a_full_queue_is_an_error_and_not_a_hang(stack: ExitStack) -> None:
         fill()
 
 
-def test_a_client_that_reconnects_keeps_its_name(stack: ExitStack) -> None:
+def test_a_second_client_takes_over_the_name(stack: ExitStack) -> None:
     server = serve(stack)
     first = connect(stack, "rank 1", server)
     first.send("hello")
@@ -169,7 +169,7 @@ def test_a_client_that_reconnects_keeps_its_name(stack: ExitStack) -> None:
     assert second.expect(SECONDS, "a welcome").kind == "welcome"
 
 
-def test_interrupt_ends_a_wait_from_another_thread(stack: ExitStack) -> None:
+def test_interrupt_ends_a_wait_in_another_thread(stack: ExitStack) -> None:
     server = serve(stack)
     returned = threading.Event()
 
