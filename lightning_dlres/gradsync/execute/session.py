@@ -84,6 +84,7 @@ class SyncSession:
         coordinator: str = "none",
         replay_from: int = 1,
         keeps_previous: bool = False,
+        keeps_zeros: bool = False,
     ) -> GradientSynchroniser:
         """Start the engine for a plan, and return it; called once, by all ranks together.
 
@@ -96,6 +97,8 @@ class SyncSession:
             replay_from: First step that repeats the plan of the step before.
             keeps_previous: True copies the codecs' states before each step, so that it can be
                 undone.
+            keeps_zeros: True keeps the residuals of gradients that are zero; see
+                `GradientSynchroniser`.
         """
         self._synchroniser = GradientSynchroniser(
             plan,
@@ -106,6 +109,7 @@ class SyncSession:
             coordinator=None if coordinator == "none" else CoordinatorLink(self.mailbox),
             replay_from=replay_from if coordinator == "replay" else None,
             keeps_previous=keeps_previous,
+            keeps_zeros=keeps_zeros,
         )
         return self._synchroniser
 

@@ -38,6 +38,8 @@ class GradientSynchroniser:
         states: States of this rank's codecs, such as those of a checkpoint; None: new ones.
         keeps_previous: True copies the codecs' states before each step, so that `undo_step` can
             undo the last one.
+        keeps_zeros: True keeps the residuals of gradients that are zero for a later step; False
+            sends them.
 
     Attributes:
         plan: The plan.
@@ -61,6 +63,7 @@ class GradientSynchroniser:
         replay_from: int | None = None,
         states: CodecStates | None = None,
         keeps_previous: bool = False,
+        keeps_zeros: bool = False,
     ) -> None:
         missing = {unit.codec for unit in plan.units} - {RAW, *codecs}
         if missing:
@@ -76,6 +79,7 @@ class GradientSynchroniser:
         self._codecs = dict(codecs)
         self._rank, self._world_size = mailbox.rank, plan.world_size
         self._feedback = has_error_feedback, has_sum_feedback
+        self._keeps_zeros = keeps_zeros
         self._units = {
             name: [
                 UnitTasks(unit, unit_graph(plan, unit, mailbox.rank, self._codecs))
@@ -140,6 +144,7 @@ class GradientSynchroniser:
             has_error_feedback=self._feedback[0],
             has_sum_feedback=self._feedback[1],
             has_data=has_data,
+            keeps_zeros=self._keeps_zeros,
         )
         runs = [
             UnitRun(

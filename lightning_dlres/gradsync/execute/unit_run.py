@@ -31,6 +31,7 @@ class StepOptions:
             that it passes on in a ring.
         has_sum_feedback: False drops what was not sent of a complete sum.
         has_data: False if the gradients of this rank are zero for lack of samples.
+        keeps_zeros: True keeps the residual of a gradient or sum that is zero, and sends zeros.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StepOptions:
     has_error_feedback: bool = True
     has_sum_feedback: bool = True
     has_data: bool = True
+    keeps_zeros: bool = False
 
     def keeps_errors(self, part: Part) -> bool:
         """Return True if what is not sent of a part is sent later."""
@@ -190,10 +192,8 @@ class UnitRun:
         scale = 1 / self.options.loss_scale if is_own else 1.0
         payload = self.tasks.memory(part.name, self._payload_bytes, torch.uint8, source.device)
         state = self._states.of(self.unit, part, self.codec, source.device)
-        if (is_own and not self._has_data) or is_zero(source):
-            # A rank without data sends zeros and keeps its residual for a later step. So does one
-            # whose gradient is zero: DistributedDataParallel drops the mean of a parameter that no
-            # rank has used, and the residual would be lost with it.
+        if (is_own and not self._has_data) or (self.options.keeps_zeros and is_zero(source)):
+            # A rank without data sends zeros and keeps its residual for a later step.
             state = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         elif RESIDUAL in state and not self.options.keeps_errors(part):
             state = {**state, RESIDUAL: torch.zeros_like(state[RESIDUAL])}

@@ -225,6 +225,9 @@ class PlannedSync:
             coordinator=coordinator,
             replay_from=step + _STEPS_BEFORE_REPLAY,
             keeps_previous=self._keeps_previous,
+            # DistributedDataParallel drops the mean of a parameter that no rank has used. What had
+            # been sent of its residual would be lost.
+            keeps_zeros=True,
         )
         self.session = session
 

@@ -226,7 +226,7 @@ def test_a_rank_without_samples_keeps_its_residuals(pool: RankPool) -> None:
 
 def test_states_are_loaded_before_the_first_step() -> None:
     state = GradientSyncState(algorithm="tbq")
-    with pytest.raises(ConfigError, match=r"states must be the states of all ranks, got \[\]"):
+    with pytest.raises(ConfigError, match=r"a list of the states of all ranks, got \[\]"):
         state.load_state_dicts([])
     with pytest.raises(ConfigError, match="keeps_previous must be True for `undo_step`"):
         state.undo_step()
