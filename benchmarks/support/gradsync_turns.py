@@ -15,8 +15,8 @@ RANK = "benchmarks.support.gradsync_rank"
 Contenders = Mapping[str, tuple[str, dict[str, Any]]]
 # Steps before the counted ones: DDP rebuilds its buckets in them, and our hook makes its plan.
 _WARM_UP = 5
-# Steps at the beginning of a turn that do not count. They find cold caches, and connections that
-# start slowly again after a pause. Steps of a training have neither.
+# Steps at the beginning of a turn that do not count. They may find cold caches, and connections
+# that start slowly again after a pause. Steps of a training have neither.
 _UNCOUNTED_STEPS = 2
 # Counted seconds of a turn, and least and most counted steps.
 _TURN_SECONDS, _LEAST_STEPS, _MOST_STEPS = 1.5, 3, 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -176,7 +176,7 @@ class ManyLayers(nn.Module):
 def train(
     context: RankContext,
     options: dict[str, Any] | None,
-    steps: range,
+    steps: Sequence[int],
     *,
     saved: list[dict[str, Any]] | None = None,
     skipped: int = -1,
@@ -258,11 +258,10 @@ def test_a_resumed_run_continues_exactly(pool: RankPool) -> None:
 
 def test_a_skipped_step_leaves_no_trace(pool: RankPool) -> None:
     with_skip = pool.run(train, 2, options_of("tbq"), range(6), skipped=2)
-    expected = pool.run(train, 2, options_of("tbq"), range(2))
-    for (means, _, _), (others, _, _) in zip(with_skip, expected, strict=True):
-        for mean, other in zip(means[:2], others, strict=True):
+    without = pool.run(train, 2, options_of("tbq"), [0, 1, 3, 4, 5])
+    for (means, _, _), (others, _, _) in zip(with_skip, without, strict=True):
+        for mean, other in zip(means, others, strict=True):
             assert all(torch.equal(mean[name], other[name]) for name in mean)
-    assert len(with_skip[0][0]) == 5
 
 
 def test_what_an_earlier_run_left_unsent_is_sent(pool: RankPool) -> None:
