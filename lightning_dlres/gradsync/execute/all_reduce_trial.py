@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 
 from lightning_dlres.codecs.gradient import GradientCodec
-from lightning_dlres.core.comm.collectives import wait_for_collective
 from lightning_dlres.gradsync.execute.session import SyncSession
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.plan.decision import StepTrial
 from lightning_dlres.gradsync.plan.plan import SyncPlan
 from lightning_dlres.gradsync.plan.prediction import BUCKET_BYTES
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
+from lightning_dlres.gradsync.profile.reduce_times import all_reduce
 
 # Pairs of steps that are not measured, in which connections are made; measured pairs.
 _WARM_UP_PAIRS, _PAIRS = 1, 5
@@ -73,25 +71,11 @@ class _Trial:
     def pair(self, step: int) -> tuple[float, float]:
         """Return the seconds of a step with the plan, and of one with torch's all-reduce, each on
         the slowest rank."""
-        own = self._seconds(lambda: self._session.synchroniser.run(step, self._gradients))
-        return own, self._seconds(self._all_reduce)
-
-    def _seconds(self, run: Callable[[], None]) -> float:
-        # An error of a collective would not name a rank that is late; that of `gather` does.
-        self._messages.gather([])
-        start = time.perf_counter()
-        run()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return self._messages.slowest([time.perf_counter() - start])[0]
+        synchroniser, time = self._session.synchroniser, self._messages.time
+        own = time(lambda: synchroniser.run(step, self._gradients), self._device)
+        return own, time(self._all_reduce, self._device)
 
     def _all_reduce(self) -> None:
         """Average all gradients as DistributedDataParallel does, bucket by bucket."""
-        works = [
-            dist.all_reduce(bucket.mul_(1 / dist.get_world_size()), async_op=True)
-            for bucket in self._buckets
-        ]
-        for work in works:
-            wait_for_collective(
-                work, "an all-reduce of the ranks", self._messages.timeout, self._messages.check
-            )
+        factor = 1 / self._messages.ranks
+        all_reduce(self._messages, [bucket.mul_(factor) for bucket in self._buckets])

@@ -411,7 +411,7 @@ class GradientSyncState:
 
         Raises:
             PeerError: If a rank is lost or late.
-            ConfigError: If the codec does not run on the device, or ranks have unlike options.
+            ConfigError: If the codec does not run on the device, or the ranks' options differ.
         """
         is_alone = dist.get_world_size() == 1
         if self._is_open or not self._names.specs or (self._power_sgd is not None and not is_alone):

@@ -1,6 +1,6 @@
 """Comparison of all ranks' options before the first message.
 
-Ranks with unlike options would wait for messages that never come, or blame each other's payloads.
+Ranks whose options differ would wait for messages that never come, or refuse each other's payloads.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class PlannedSync:
             is_used: False if `open` will have no plan. The ranks are then disconnected again.
 
         Raises:
-            ConfigError: If ranks have unlike options.
+            ConfigError: If the ranks' options differ.
             PeerError: If a rank is lost or late.
         """
         group = gloo_group()
@@ -293,7 +293,7 @@ class PlannedSync:
         self,
         step: int,
         gradients: Mapping[str, Tensor],
-        on_done: Callable[[BaseException | None], None],
+        on_done: OnDone,
         *,
         loss_scale: float,
         has_data: bool,

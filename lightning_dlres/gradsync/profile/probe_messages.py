@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -58,6 +59,24 @@ class ProbeMessages:
             PeerError: If a rank is late or lost.
         """
         return [max(column) for column in zip(*self.gather(values), strict=True)]
+
+    def time(self, run: Callable[[], object], device: torch.device) -> float:
+        """Return the seconds of a function that all ranks call at once, on the slowest rank.
+
+        Args:
+            run: Function to call.
+            device: Device on which it works.
+
+        Raises:
+            PeerError: If a rank is late or lost.
+        """
+        # An error of a collective would not name a rank that is late; that of `gather` does.
+        self.gather([])
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return self.slowest([time.perf_counter() - start])[0]
 
     def share(self, tree: Tree) -> Tree:
         """Return the tree of rank 0 on all ranks.

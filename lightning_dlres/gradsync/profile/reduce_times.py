@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -56,11 +56,14 @@ def _seconds(messages: ProbeMessages, device: torch.device, nbytes: int, budget:
 
 
 def _once(messages: ProbeMessages, buffer: torch.Tensor) -> float:
-    # An error of the collective would not name a rank that is late; that of `gather` does.
-    messages.gather([])
-    start = time.perf_counter()
-    work = dist.all_reduce(buffer, async_op=True)
-    wait_for_collective(work, "an all-reduce of the ranks", messages.timeout, messages.check)
-    if buffer.device.type == "cuda":
-        torch.cuda.synchronize(buffer.device)
-    return messages.slowest([time.perf_counter() - start])[0]
+    return messages.time(lambda: all_reduce(messages, [buffer]), buffer.device)
+
+
+def all_reduce(messages: ProbeMessages, buffers: Sequence[torch.Tensor]) -> None:
+    """Add buffers over all ranks, and wait.
+
+    Raises:
+        PeerError: If a rank is late or lost.
+    """
+    for work in [dist.all_reduce(buffer, async_op=True) for buffer in buffers]:
+        wait_for_collective(work, "an all-reduce of the ranks", messages.timeout, messages.check)

@@ -76,9 +76,8 @@ class UnevenLoader:
                 f"the training loader must have at least one batch on each rank, got 0 on "
                 f"{self._name}. Give every rank a part of the data."
             )
-        is_resumed_at_end = not count
         while self._is_continued(count):
-            if is_resumed_at_end and last is None:
+            if not count:
                 # Its own batches were all used before the checkpoint.
                 last = next(iter(self._loader))
             count += 1

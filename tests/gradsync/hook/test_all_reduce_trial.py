@@ -74,7 +74,7 @@ def train(
         if slow == "plan":
             slow_down(patch, GradientSynchroniser, "run")
         elif slow == "all-reduce":
-            slow_down(patch, all_reduce_trial, "wait_for_collective")
+            slow_down(patch, all_reduce_trial, "all_reduce")
         if slow:
             state = GradientSyncState(coordinator="none", min_bytes=0, transport=transport)
             state.name_parameters(model.named_parameters())
