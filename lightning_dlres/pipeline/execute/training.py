@@ -50,7 +50,7 @@ class UserStep(Protocol):
             sizes: Samples of every micro-batch.
         """
 
-    def record(self, sizes: Sequence[int]) -> Tree:
+    def record(self) -> Tree:
         """Return what the other ranks need of the step, such as its loss and logs.
 
         Called on the last stage after the last `finish`.
@@ -241,7 +241,7 @@ class TrainingStep:
 
     def finish_loss(self) -> None:
         """Send the record of the step to all ranks, after the last loss."""
-        self.record = self.user.record(self.sizes)
+        self.record = self.user.record()
         self.runtime.share_record(self.record, self.record_sources())
 
     def backward_from_loss(

@@ -1,4 +1,4 @@
-"""DDPStrategy whose steps and collective calls name the rank that was lost.
+"""DDPStrategy whose errors name the rank that was lost.
 
 Lightning sums logs, gathers predictions and waits at barriers with collectives of torch, and so may
 the layers of a model. If a rank is lost, the error of such a collective names no rank.
@@ -29,14 +29,14 @@ class NamedFailuresStrategy(DDPStrategy):
         """Context manager that gives errors of torch's collectives the name of the lost rank."""
         return nullcontext() if self._connection is None else self._connection.naming_lost_ranks()
 
-    def _naming(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+    def _call_naming_lost_ranks(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """Call a function; errors of torch's collectives in it get the name of the lost rank."""
         with self._naming_lost_ranks():
             return call(*args, **kwargs)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._naming(super().barrier, *args, **kwargs)
+        self._call_naming_lost_ranks(super().barrier, *args, **kwargs)
 
     @override
     def broadcast(self, obj: _T, src: int = 0) -> _T:
@@ -45,33 +45,33 @@ class NamedFailuresStrategy(DDPStrategy):
 
     @override
     def reduce(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._naming(super().reduce, *args, **kwargs)
+        return self._call_naming_lost_ranks(super().reduce, *args, **kwargs)
 
     @override
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        return self._naming(super().all_gather, tensor, group, sync_grads)
+        return self._call_naming_lost_ranks(super().all_gather, tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return self._naming(super().reduce_boolean_decision, decision, all)
+        return self._call_naming_lost_ranks(super().reduce_boolean_decision, decision, all)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._naming(super().training_step, *args, **kwargs)
+        return self._call_naming_lost_ranks(super().training_step, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._naming(super().validation_step, *args, **kwargs)
+        return self._call_naming_lost_ranks(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._naming(super().test_step, *args, **kwargs)
+        return self._call_naming_lost_ranks(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._naming(super().predict_step, *args, **kwargs)
+        return self._call_naming_lost_ranks(super().predict_step, *args, **kwargs)
 
     @override
     def optimizer_step(
@@ -81,4 +81,6 @@ class NamedFailuresStrategy(DDPStrategy):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        return self._naming(super().optimizer_step, optimizer, closure, *args, **kwargs)
+        return self._call_naming_lost_ranks(
+            super().optimizer_step, optimizer, closure, *args, **kwargs
+        )

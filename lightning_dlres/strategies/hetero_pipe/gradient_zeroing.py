@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 
-def zeroes_every_step(trainer: Trainer, module: LightningModule) -> bool:
+def may_drop_old_gradients(trainer: Trainer, module: LightningModule) -> bool:
     """Return True if old gradients may be dropped when a step begins.
 
     This holds if Lightning zeroes gradients in every step, without accumulation, and no user hook

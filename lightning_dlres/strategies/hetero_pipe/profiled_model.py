@@ -15,7 +15,7 @@ from lightning_dlres.pipeline.profile.profiled_model import LossRun, ProfiledMod
 from lightning_dlres.pipeline.profile.profiler import profile_for_cluster
 from lightning_dlres.pipeline.profile.run_profile import RunProfile
 from lightning_dlres.strategies.hetero_pipe.data.profile_samples import read_samples
-from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import zeroes_every_step
+from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import may_drop_old_gradients
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
 from lightning_dlres.strategies.hetero_pipe.step.user_step import (
@@ -52,7 +52,7 @@ def gradient_copies(trainer: Trainer, module: LightningModule) -> int:
     It is 2 if the old gradients still exist while the schedule computes new ones, because Lightning
     zeroes them later. It is 1 if the old gradients are dropped when a step begins.
     """
-    return 1 if zeroes_every_step(trainer, module) else 2
+    return 1 if may_drop_old_gradients(trainer, module) else 2
 
 
 def profile_single_process(

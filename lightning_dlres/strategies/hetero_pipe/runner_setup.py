@@ -26,7 +26,7 @@ from lightning_dlres.pipeline.plan.schedules.registry import AUTO
 from lightning_dlres.pipeline.stage.stage import Stage
 from lightning_dlres.strategies.few_bits import warn_about_few_bits
 from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
-from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import zeroes_every_step
+from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import may_drop_old_gradients
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
 from lightning_dlres.strategies.hetero_pipe.precision import clipping_over_stages, enabled_scaler
@@ -145,7 +145,9 @@ def make_runner(
         barrier=barrier,
         log_rank_zero=rank_zero_info,
         on_schedule_change=deployment.follow_schedule,
-        drops_old_gradients=lambda: zeroes_every_step(deployment.module.trainer, deployment.module),
+        drops_old_gradients=lambda: may_drop_old_gradients(
+            deployment.module.trainer, deployment.module
+        ),
         update_trainable=_TrainableUpdater(deployment, runtime, make_sync).update,
     )
     # Calls outside of steps (a summary, generated samples) go through the pipeline on all ranks.

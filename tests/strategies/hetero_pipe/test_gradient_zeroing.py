@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_dlres.pipeline.execute.training import TrainingStep
 from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
-from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import zeroes_every_step
+from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import may_drop_old_gradients
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 from tests.support.models import QUIET
 from tests.support.rank_pool import RankContext, RankPool
@@ -65,11 +65,13 @@ def test_gradients_equal_those_of_a_plain_trainer(pool: RankPool) -> None:
 
 
 def test_code_that_reads_old_gradients_keeps_them() -> None:
-    assert zeroes_every_step(Trainer(**QUIET), Classifier())
-    assert not zeroes_every_step(Trainer(**QUIET), SeesGradients())
-    assert not zeroes_every_step(Trainer(**QUIET), NeverZeroes())
-    assert not zeroes_every_step(Trainer(**QUIET, callbacks=[MayReadGradients()]), Classifier())
-    assert not zeroes_every_step(Trainer(**QUIET, accumulate_grad_batches=2), Classifier())
+    assert may_drop_old_gradients(Trainer(**QUIET), Classifier())
+    assert not may_drop_old_gradients(Trainer(**QUIET), SeesGradients())
+    assert not may_drop_old_gradients(Trainer(**QUIET), NeverZeroes())
+    assert not may_drop_old_gradients(
+        Trainer(**QUIET, callbacks=[MayReadGradients()]), Classifier()
+    )
+    assert not may_drop_old_gradients(Trainer(**QUIET, accumulate_grad_batches=2), Classifier())
 
 
 class FindsLeftovers(Callback):

@@ -53,6 +53,7 @@ class LogRecord:
         Raises:
             UnsupportedStepError: If other ranks cannot find the metric or the reduce function.
         """
+        # A process group cannot be sent. Replayed values need none: they are equal on all ranks.
         options = {k: v for k, v in self.options.items() if k != "sync_dist_group"}
         reduce_fx = options.get("reduce_fx")
         if callable(reduce_fx):
@@ -91,8 +92,11 @@ def logs_in(records: Sequence[Tree], metrics: MetricStates) -> list[list[LogReco
     """Return the calls of `self.log` for every run of a step, in the order of micro-batches.
 
     Args:
-        records: Records of the last stages.
+        records: Results of `StepEffects.to_tree` of the ranks that ran the step.
         metrics: The metrics of this rank.
+
+    Raises:
+        UnsupportedStepError: If this rank does not have a reduce function of a call.
     """
     runs = [run for record in records for run in record["logs"]]
     return [[LogRecord.from_tree(tree, metrics) for tree in run] for run in runs]
@@ -103,14 +107,17 @@ def isolated_log_calls(module: LightningModule) -> Iterator[list[LogRecord]]:
     """Context manager that records `self.log` and `self.log_dict` in the yielded list, and does not
     log.
 
-    `self.print` prints on this rank, too: the printed text is captured and sent to rank 0.
+    `self.print` prints on every rank, not only on rank 0. The caller captures the text, see
+    `printing.isolated_output`.
     """
     records: list[LogRecord] = []
 
     def log(*args: Any, **kwargs: Any) -> None:
         # Wrong arguments raise the TypeError that the replaced method would raise.
-        _, name, value, *options = _LOG_SIGNATURE.bind(module, *args, **kwargs).arguments.items()
-        records.append(LogRecord(name[1], value[1], dict(options)))
+        arguments = _LOG_SIGNATURE.bind(module, *args, **kwargs).arguments
+        del arguments["self"]
+        name, value = arguments.pop("name"), arguments.pop("value")
+        records.append(LogRecord(name, value, options=arguments))
 
     replacements = {"log": log, "print": print}
     saved = {name: module.__dict__[name] for name in replacements if name in module.__dict__}

@@ -37,11 +37,16 @@ def single_device_view(user_code: str, allows_collectives: bool = False) -> Iter
     """Context manager in which this thread sees a job with one process, whose rank is 0.
 
     `torch.distributed`, environment variables and the Trainer show this job. Other threads see the
-    real one. Worker processes that the thread forks inherit the view. Nested uses have no effect.
+    real one, but Lightning's `rank_zero_only` functions run in all threads. Worker processes that
+    the thread forks inherit the view. Nested uses have no effect.
 
     Args:
         user_code: Name of the user code, for messages.
         allows_collectives: Whether all ranks run this code, so that it may call collectives.
+
+    Raises:
+        UnsupportedStepError: If the code calls a collective without `allows_collectives`; raised by
+            the call.
     """
     if sees_single_device():
         yield

@@ -92,7 +92,7 @@ class StepContext:
         )
 
     def untracked_state(self) -> UntrackedState:
-        """Return the present state that a step can change, but that is not undone after a run."""
+        """Return, as it is now, the state that a step can change and that no run undoes."""
         module, layers = self.module, self.pipelined.layers
         callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
         roots = [
@@ -105,7 +105,7 @@ class StepContext:
         return UntrackedState(roots, [type(owner) for owner in owners], layers.modules)
 
     def register_metrics(self) -> None:
-        """Find metrics that are new, or that are not submodules of the LightningModule.
+        """Register all metrics in the user's state, also those that are no submodules.
 
         Called before every step, because user code may make metrics at any time.
         """
@@ -127,8 +127,9 @@ class LightningStep:
     2. The last stage of every replica calls `finish`: once for the whole batch, or once for each
        micro-batch of the replica. Every run starts from the same state, is undone, and has its
        side effects collected. A replica without a micro-batch does not run the step.
-    3. These last stages call `record`. All ranks get the same records: only that of the first
-       replica after a run on the whole batch, else one from each replica that ran the step.
+    3. These last stages call `record`. All ranks get the same records. After a run on the whole
+       batch this is the first replica's record only. After runs on micro-batches it is one record
+       from each replica that ran the step.
     4. Every rank calls `apply` once, those that ran the step included.
 
     Attributes:
@@ -180,7 +181,7 @@ class LightningStep:
         def stop(inputs: Tree) -> Tree:
             raise _StopAtCall(inputs)
 
-        module, path = self.context.module, self.context.pipelined.path
+        module = self.context.module
         with self.undone(), self._layer_settings_restored():
             try:
                 with (
@@ -189,13 +190,9 @@ class LightningStep:
                 ):
                     module.training_step(*self._batch_args())
             except _StopAtCall as signal:
-                self._refuse_gradients_of_layers(tensors_of(signal.inputs))
+                self._refuse_gradients_past_pipeline(tensors_of(signal.inputs))
                 return signal.inputs
-        raise UnsupportedStepError(
-            f"{type(module).__name__}.training_step must call {path!r}, the pipelined module, "
-            "exactly once in every step, got a step that returned without a call. Name the module "
-            "that it calls: HeteroPipeStrategy(module='...')."
-        )
+        raise self._wrong_number_of_calls(0)
 
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
         """Run the step with `output` as the result of the module's call and return the loss.
@@ -207,7 +204,8 @@ class LightningStep:
 
         Raises:
             UnsupportedStepError: If the step does not call the module exactly once, makes an
-                operation that the guard refuses, changes a setting of a layer, or returns no loss.
+                operation that the guard refuses, changes a setting of a layer, or returns no loss;
+                or if `split_batch` returns a wrong number of parts.
         """
         context = self.context
         # Every run starts with the random state that the step's only run has in plain training.
@@ -228,20 +226,21 @@ class LightningStep:
             with (
                 self._user_code(guard),
                 self._module_returns(lambda inputs: output, guard),
-                # One run is enough to notice a change of settings. A trial undoes that of any run.
+                # In a real step the first run is enough to notice a change of settings. A trial
+                # goes on after a change, so it undoes the changes of every run.
                 self._layer_settings_restored() if self.is_trial or is_first_run else nullcontext(),
             ):
                 result = context.module.training_step(*args)
             self.effects.collect(run)
         loss = self._loss_of(result, is_whole=len(sizes) == 1 or microbatch is None)
-        self._refuse_gradients_of_layers([loss])
+        self._refuse_gradients_past_pipeline([loss])
         if isinstance(guard, NormaliserRecorder):
             self.normalisers.append(guard.values())
             self.operations.append(guard.operations())
         self.losses.append(loss.detach())
         return loss
 
-    def record(self, sizes: Sequence[int]) -> Tree:
+    def record(self) -> Tree:
         """Return the record of the step, as plain data for all ranks; called after the last run.
 
         It holds the losses, the side effects, and the signs that the loss is no mean over samples.
@@ -291,6 +290,10 @@ class LightningStep:
             guard: Guard that records the tensors that layers make.
             layers: Function that runs all layers in place of the module: from the inputs of the
                 module's call to the last layer's output.
+
+        Raises:
+            UnsupportedStepError: If the step does not call the module exactly once, makes an
+                operation that the guard refuses, or returns no loss.
         """
         context = self.context
         with self.effects.isolated(context.layer_tensors, guard.layer_tensors) as run:
@@ -333,7 +336,7 @@ class LightningStep:
             nonlocal num_calls
             num_calls += 1
             if num_calls > 1:
-                raise self._wrong_number_of_calls("a second call")
+                raise self._wrong_number_of_calls(num_calls)
             output = answer(inputs)
             guard.record_call(tensors_of(inputs), tensors_of(output))
             return output
@@ -341,13 +344,18 @@ class LightningStep:
         with self.context.pipelined.intercepted(handle):
             yield
         if not num_calls:
-            raise self._wrong_number_of_calls("no call")
+            raise self._wrong_number_of_calls(0)
 
-    def _wrong_number_of_calls(self, calls: str) -> UnsupportedStepError:
+    def _wrong_number_of_calls(self, num_calls: int) -> UnsupportedStepError:
+        if num_calls:
+            got, fix = "a second call", "Concatenate the inputs and call it once."
+        else:
+            got = "a step that returned without a call"
+            fix = "Name the module that it calls: HeteroPipeStrategy(module='...')."
         return UnsupportedStepError(
             f"{type(self.context.module).__name__}.training_step must call "
             f"{self.context.pipelined.path!r}, the pipelined module, exactly once in every step, "
-            f"got {calls}. Concatenate the inputs and call it once."
+            f"got {got}. {fix}"
         )
 
     def _watch_gradients(self, output: Tree) -> None:
@@ -362,7 +370,7 @@ class LightningStep:
             if tensor.requires_grad:
                 tensor.register_hook(record_finite)
 
-    def _refuse_gradients_of_layers(self, results: Sequence[Tensor]) -> None:
+    def _refuse_gradients_past_pipeline(self, results: Sequence[Tensor]) -> None:
         """Check that no gradient reaches a layer's parameter without passing the pipeline: it would
         be lost.
 
@@ -370,7 +378,7 @@ class LightningStep:
             results: Loss, or inputs of the pipelined module.
 
         Raises:
-            UnsupportedStepError: If one does.
+            UnsupportedStepError: If a gradient does.
         """
         layer_parameters = self.context.pipelined.layers.layer_only_parameters
         if any(leaf in layer_parameters for leaf in graph_leaves(results)):
@@ -404,10 +412,13 @@ class LightningStep:
         """
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = type(result).__name__
+            if isinstance(loss, Tensor):
+                got = f"a tensor of shape {tuple(loss.shape)}"
             raise UnsupportedStepError(
                 "training_step must return a scalar tensor, or a dict with one under 'loss', got "
-                f"{type(result).__name__}. Return a loss in every step: None, which skips a step "
-                "in plain training, is not supported."
+                f"{got}. Return a scalar loss in every step: None, which skips a step in plain "
+                "training, is not supported."
             )
         if is_whole and isinstance(result, Mapping):
             extra = {key: value for key, value in result.items() if key != "loss"}
