@@ -29,7 +29,7 @@ class ActivationOffload(MemoryBudget, Callback):
 
     Attributes:
         plan: Latest plan; None before the measured steps are over.
-        profile: Profile from which the plan was made.
+        profile: Profile of the latest measured plan; None before the first one.
 
     Raises:
         ConfigError: If an argument has a bad value; when `fit` starts, if the strategy or device is

@@ -50,8 +50,7 @@ class GatheredSpans:
 
     Attributes:
         spans: Spans by rank, on rank 0's clock.
-        clock_error: Largest error of another host's clock against rank 0's, in seconds; 0 on one
-            host.
+        clock_error: Largest possible shift of another host's spans, in seconds; 0 on one host.
     """
 
     spans: dict[int, list[Span]]

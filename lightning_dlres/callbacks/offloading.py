@@ -32,7 +32,7 @@ class MemoryBudget:
     """Base class of `ActivationOffload` and `MemoryPrecision`: their arguments and their plan.
 
     Attributes:
-        training_steps: Offloaded training steps of the running `fit`; None without one.
+        training_steps: Offloaded training steps of the latest `fit`; None before the first.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class MemoryBudget:
 
     @property
     def profile(self) -> StepProfile | None:
-        """Return the profile that the latest plan was made from."""
+        """Return the profile of the latest measured plan; None before the first one."""
         offloader = self._offloader
         return offloader.profile if offloader is not None else None
 
@@ -130,7 +130,8 @@ class TrainingSteps:
         name: Class name of the callback or plugin, for messages.
 
     Raises:
-        ConfigError: If the strategy or the device is not supported.
+        ConfigError: If the strategy or the device is not supported, if the Trainer has another
+            callback or plugin that offloads, or if an option does not suit the device.
     """
 
     def __init__(self, config: MemoryConfig, trainer: Trainer, name: str) -> None:
@@ -167,8 +168,8 @@ class TrainingSteps:
             self.offloader = self._make_offloader(module)
         optimizers = self._trainer.optimizers
         state_entries = sum(len(optimizer.state) for optimizer in optimizers)
-        # Steps with equal keys should save the same tensors, and have the same other memory on the
-        # device.
+        # Steps with equal keys should save the same tensors, and find the same memory in use by
+        # everything else, such as the optimizers' states.
         key = (_shape_of(batch), is_stepping, state_entries, module.training)
         if self.offloader.is_idle(key):
             return

@@ -49,9 +49,11 @@ class ResourceReport(Callback):
     - `timeline.png`, the work of every stage in one step, planned above measured;
     - `trace.json`, the last steps of all ranks, for https://ui.perfetto.dev.
 
-    Under other strategies `report.md` has the time of a step, and names the missing figures. With
-    `ActivationOffload` or `MemoryPrecision`, `memory.png` shows the memory on the device over one
-    step, planned and measured. Each `fit` replaces the files of the previous one. With
+    Under `CompressedDDPStrategy` the line and the files show gradient synchronisation instead.
+    Under other strategies `report.md` has the time of a step, and names the missing figures.
+
+    With `ActivationOffload` or `MemoryPrecision`, `memory.png` shows the memory on the device over
+    one step, planned and measured. Each `fit` replaces the files of the previous one. With
     `fast_dev_run` no files are written, as Lightning writes no logs and checkpoints either.
 
     Attributes:
@@ -266,7 +268,7 @@ def _relative_to_first(spans: Mapping[str, Sequence[Span]]) -> dict[str, list[Sp
 
 
 def _text_without_plan(strategy: str, line: str, has_trace: bool) -> str:
-    """Return the report under a strategy that has no sections of its own."""
+    """Return the report of a run for which the strategy made no sections."""
     parts = [
         "# Resource report",
         line,

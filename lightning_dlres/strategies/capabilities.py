@@ -109,7 +109,10 @@ class ReportsRun(Protocol):
     """A strategy that contributes sections to `ResourceReport`."""
 
     def report_sections(self, run: MeasuredRun) -> ReportSections | None:
-        """Return the sections on a run; None if there was no plan. Called on rank 0 only."""
+        """Return the sections on a run, or None if nothing can be reported.
+
+        Called on rank 0 only.
+        """
 
 
 def reads_for_all_ranks(strategy: Strategy) -> bool:
