@@ -23,7 +23,14 @@ from lightning_dlres.strategies.hetero_pipe.profiled_model import profile_single
 
 
 def plan(options: Sequence[str]) -> int:
-    """Make the plan, print it, and write it to a file; return the exit status."""
+    """Make the plan, print it, and write it to a file; return the exit status.
+
+    Args:
+        options: Arguments of the command line after `dlres plan`.
+
+    Raises:
+        ConfigError: If the config has another strategy, or if no plan can be made.
+    """
     settings, overrides = _parser().parse_known_args(options)
     cluster = load_cluster(settings.cluster) if settings.cluster is not None else None
     arguments = ["--config", str(settings.config), *overrides]
@@ -46,6 +53,7 @@ def plan(options: Sequence[str]) -> int:
         pipeline_plan = _plan_on_ranks(cli, strategy)
     else:
         pipeline_plan = _plan_here(cli, strategy, *cluster)
+    # Lightning's launcher runs this command once per rank of a host. Only the first one writes.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{pipeline_plan.table()}\n{pipeline_plan.prediction()}")
         settings.out.write_text(pipeline_plan.to_json())

@@ -39,7 +39,11 @@ class StepProgress(Callback):
 
     @property
     def median_seconds(self) -> float:
-        """Median time of a step in seconds, without the warm-up steps."""
+        """Median time of a step, in seconds. Warm-up steps count only if there are no others.
+
+        Raises:
+            statistics.StatisticsError: If no step has ended.
+        """
         return statistics.median(self.seconds[WARM_UP_STEPS:] or self.seconds)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -35,7 +35,14 @@ _PORT = 5570
 
 
 def store(options: Sequence[str]) -> int:
-    """Run a subcommand and return its exit status."""
+    """Run a subcommand and return its exit status.
+
+    Args:
+        options: Arguments of the command line after `dlres store`.
+
+    Raises:
+        ConfigError: If an argument has a bad value.
+    """
     settings = _parser().parse_args(options)
     if settings.command == "serve":
         # Replace this process by one without torch and Lightning, because their memory counts when
@@ -73,7 +80,9 @@ def _serve(settings: argparse.Namespace) -> int:
         raise ConfigError(got_expected("--nodes", settings.nodes, "at least 1", "--nodes 4"))
     if (settings.key is None) != (not settings.allow):
         missing, given = ("--key", "--allow") if settings.key is None else ("--allow", "--key")
-        raise ConfigError(f"{missing} must be given together with {given}, got none. Pass both.")
+        raise ConfigError(
+            f"{given} must be given together with {missing}, got only {given}. Pass both."
+        )
     # Imported here because only this command needs sockets.
     from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 

@@ -24,10 +24,10 @@ class TrainingProgress:
         self._num_trained_at_yield: int | None = None
 
     def loader_hooks(self) -> dict[str, Any]:
-        """Return the arguments with which a `PrefetchLoader` asks for the progress.
+        """Return the hooks of a `PrefetchLoader`, by the name of its argument.
 
-        The loader asks when Lightning saves its state. Lightning saves the state of the data module
-        too, and both states must agree.
+        The loader calls `count_unfinished` and `is_epoch_cut` when its state is saved. The Trainer
+        then saves its own progress, and both must agree on the next batch.
         """
         return {
             "on_batch": self._on_batch,
