@@ -29,8 +29,8 @@ class Raw(Codec):
         if encoded.nbytes != target.numel():
             raise ProtocolError(
                 f"raw data must have {target.numel()} bytes for {encoded.dtype} of "
-                f"{tuple(encoded.shape)}, got {encoded.nbytes} bytes. Check that both sides use "
-                "the same tensor."
+                f"{tuple(encoded.shape)}, got {encoded.nbytes} bytes. Check that both sides run "
+                "the same version."
             )
         target.copy_(encoded.payload)
         return result
@@ -58,12 +58,12 @@ def decode_target(encoded: Encoded, out: Tensor | None) -> tuple[Tensor, Tensor]
     The tensor is `out`, or a new one if `out` is None.
 
     Raises:
-        ProtocolError: If `out` has another dtype, shape or stride, or if a tensor with these
-            strides would not fill its memory.
+        ProtocolError: If `out` differs from the encoded tensor in dtype, shape or strides, or if
+            the encoded strides leave gaps or overlap.
     """
     if not is_dense(encoded.shape, encoded.stride):
         raise ProtocolError(
-            f"strides of encoded data must be those of a tensor that fills its memory, got "
+            "strides of encoded data must leave no gaps and no overlaps, got "
             f"{encoded.stride} for {tuple(encoded.shape)}. Check that both sides run the same "
             "version."
         )

@@ -67,5 +67,5 @@ def test_raw_data_of_another_length_are_refused() -> None:
 @pytest.mark.parametrize("name", codecs.names())
 def test_strides_that_leave_gaps_or_overlap_are_refused(name: str, stride: tuple[int, ...]) -> None:
     encoded = codecs.codec(name).encode(torch.eye(4))
-    with pytest.raises(ProtocolError, match="must be those of a tensor that fills its memory"):
+    with pytest.raises(ProtocolError, match="must leave no gaps and no overlaps"):
         codecs.decode(replace(encoded, stride=stride))

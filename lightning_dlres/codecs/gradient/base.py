@@ -21,7 +21,7 @@ from lightning_dlres.kernels import zvc
 
 # Tensors that the caller of a codec keeps for one gradient between steps, by name.
 State = dict[str, Tensor]
-# Name in a state of what was not sent yet.
+# Key in a state: the part of the gradient that was not sent yet.
 RESIDUAL = "residual"
 
 
@@ -67,7 +67,8 @@ class GradientCodec(Codec):
     ) -> None:
         """Write the payload of a gradient, and update its state.
 
-        Elements or blocks that are not finite arrive as NaN, and leave the state unchanged.
+        An element that is not finite arrives as NaN or infinite, and leaves its state unchanged.
+        Some codecs treat its whole block, or the whole gradient, in the same way.
 
         Args:
             values: float32[n], contiguous; not changed.

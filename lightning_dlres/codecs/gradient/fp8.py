@@ -57,15 +57,16 @@ class Float8(GradientCodec):
         largest = (rows.abs() + 0 * rows).amax(1)
         # `torch.where` with a number would copy it to the GPU, and wait.
         largest.masked_fill_(~largest.isfinite(), math.nan)
-        # For a number as divisor, a GPU would multiply with its inverse, and round otherwise.
+        # Divide by a tensor: given a number, a GPU would multiply by its inverse, which rounds
+        # differently.
         block_scales = largest / largest.new_full((1,), torch.finfo(self._dtype).max)
         divisor = block_scales.masked_fill(~(block_scales > 0), 1.0)
         codes = (rows / divisor[:, None]).to(self._dtype)
         error = exact - (codes.to(torch.float32) * block_scales[:, None]).view(-1)[:count]
         torch.where(error.isfinite(), error, residual, out=residual)
-        size = 4 * blocks(count)
-        payload[:size].view(torch.float32).copy_(block_scales)
-        payload[size : size + count].copy_(codes.view(-1)[:count].view(torch.uint8))
+        scale_bytes = 4 * blocks(count)
+        payload[:scale_bytes].view(torch.float32).copy_(block_scales)
+        payload[scale_bytes : scale_bytes + count].copy_(codes.view(-1)[:count].view(torch.uint8))
 
     @override
     def expand(
@@ -74,9 +75,9 @@ class Float8(GradientCodec):
         count = out.numel()
         if not count:
             return
-        size = 4 * blocks(count)
-        block_scales = payload[:size].view(torch.float32) * scale
-        codes = payload[size : size + count].view(self._dtype).to(torch.float32)
+        scale_bytes = 4 * blocks(count)
+        block_scales = payload[:scale_bytes].view(torch.float32) * scale
+        codes = payload[scale_bytes : scale_bytes + count].view(self._dtype).to(torch.float32)
         values = (_rows(codes) * block_scales[:, None]).view(-1)[:count]
         out.add_(values) if accumulate else out.copy_(values)
 

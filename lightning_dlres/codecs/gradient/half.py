@@ -1,6 +1,7 @@
 """16-bit floating-point gradients: float16 and bfloat16, with error feedback.
 
-A value beyond float16's range is sent as its largest number, and the rest in later steps.
+A finite value beyond the format's range is sent as the format's largest number. The residual keeps
+the rest for later steps.
 """
 
 from __future__ import annotations
