@@ -4,10 +4,10 @@ The gradients of a stage's own layers are compressed. As with the buckets of an 
 sent as soon as backward has passed their layer. Small gradients, those of parameters that several
 stages hold, and those of parameters outside of the layers stay on the all-reduce.
 
-A rank does not know if other replicas have a gradient of a parameter. So it sends a zero gradient
-if it has none, with its residual, and a flag that says so. If no replica has a gradient, but
-residuals of earlier steps arrive, the parameter gets them as its gradient. If nothing arrives, it
-has no gradient, as in plain training.
+A rank does not know if other replicas have a gradient of a parameter. If it has none itself, it
+sends its residual on top of a zero gradient. A flag tells the replicas if the rank had a gradient.
+If no replica had one, but residuals of earlier steps arrive, the parameter gets these as its
+gradient. If only zeros arrive, it has no gradient, as in plain training.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lightning_dlres.pipeline.stage.stage import GradientBuffer
 
 # Seconds to wait, after a connection broke, for `check` to raise the reason.
 _REASON_SECONDS = 1.0
+# Seconds between two calls of `check` during this wait.
 _POLL_SECONDS = 0.05
 
 
@@ -37,10 +38,11 @@ class _Transfer:
     """Gradients of a bucket that are being summed.
 
     Attributes:
-        parameters: Trained parameters of the bucket.
+        parameters: Parameters of the bucket that are not frozen.
         data: float32: their gradients as one vector, replaced by the means over the replicas.
-        flags: float32, one per parameter: 1 if this rank has a gradient, else 0; also replaced.
-        done: Completed when both are replaced.
+        flags: float32: 1 for each of `parameters` with a gradient on this rank, else 0; replaced by
+            the means, too. Longer than `parameters` if the bucket has frozen ones; the rest is 0.
+        done: Completed when the means are in `data` and `flags`, or with an error.
     """
 
     parameters: list[nn.Parameter]
@@ -81,14 +83,17 @@ class CompressedGradientSync(GradientSync):
         )
         self._compression = compression
         trained = {p for parameters in layer_parameters for p in parameters if p in names}
-        # A bucket without a trained parameter is not sent. All replicas train the same parameters.
-        self._compressed = [
+        # Buckets to send, with their indices in the compression. A bucket of frozen parameters is
+        # not sent. All replicas train the same parameters, so none waits for it.
+        self._compressed_buckets = [
             (index, bucket)
             for index, bucket in enumerate(compression.buckets)
             if not trained.isdisjoint(bucket.parameters)
         ]
+        # Parameters with compressed gradients that are not frozen.
         self._trained = trained
         self._transfers: list[_Transfer] = []
+        # Number of `_compressed_buckets` that were sent in this step.
         self._started = 0
 
     def begin(self, *, loss_scale: float, has_data: bool) -> None:
@@ -99,10 +104,10 @@ class CompressedGradientSync(GradientSync):
 
     def layer_done(self, position: int, buffer: GradientBuffer) -> None:
         while (
-            self._started < len(self._compressed)
-            and self._compressed[self._started][1].position >= position
+            self._started < len(self._compressed_buckets)
+            and self._compressed_buckets[self._started][1].position >= position
         ):
-            self._start(*self._compressed[self._started], buffer)
+            self._start(*self._compressed_buckets[self._started], buffer)
             self._started += 1
         super().layer_done(position, buffer)
 
@@ -117,8 +122,8 @@ class CompressedGradientSync(GradientSync):
     def _start(self, index: int, bucket: GradientBucket, buffer: GradientBuffer) -> None:
         parameters = [p for p in bucket.parameters if p in self._trained]
         gradients = [buffer.pop(p) for p in parameters]
-        # The buffer may share its tensors with autograd, and the sums are written in place. So the
-        # gradients are copied, in float32, of which the codecs' residuals are.
+        # Copy the gradients: the buffer may share its tensors with autograd, and the means are
+        # written in place. The copy is in float32, like the codecs' residuals.
         data = torch.cat(
             [
                 torch.zeros(p.numel(), device=p.device)
@@ -127,8 +132,8 @@ class CompressedGradientSync(GradientSync):
                 for p, g in zip(parameters, gradients, strict=True)
             ]
         )
-        # One flag for each parameter of the bucket, since the plan does not change when the user
-        # freezes some.
+        # The plan fixes the number of flags: one for each parameter of the bucket, even if the user
+        # freezes some later. Trained parameters have the first flags.
         flags = data.new_zeros(len(bucket.parameters))
         flags[: len(parameters)] = data.new_tensor([float(g is not None) for g in gradients])
         names = self._compression.names
@@ -164,15 +169,15 @@ class CompressedGradientSync(GradientSync):
         )
         flags = transfer.flags.tolist()
         for parameter, total, flag in zip(transfer.parameters, totals, flags, strict=False):
-            # Without a gradient on any replica, late residuals may have arrived.
+            # No replica has a gradient if the flag is 0, but residuals of earlier steps may arrive.
             if flag or bool(total.any()):
                 buffer.put(parameter, total.view(parameter.shape).to(parameter.dtype))
 
     def _reason_of(self, error: BaseException) -> BaseException:
         """Return the reason of a broken connection, or else the error itself.
 
-        A failing rank announces the reason to all ranks. That is a better error than the broken
-        connection, which may be that of a rank that only reacts to the failure of another one.
+        A failing rank announces the reason to all ranks. That is a better error: the connection may
+        be to another rank, which stopped because of the failure.
         """
         deadline = time.monotonic() + _REASON_SECONDS
         while isinstance(error, PeerLostError) and time.monotonic() < deadline:

@@ -32,8 +32,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             and runs its forward again before its backward.
         schedule: Name of the schedule that the plan was made for.
         microbatches: Number of micro-batches of a batch; 0 if nothing was measured.
-        extra_in_flight: Number of micro-batches by which stages before the last one run ahead,
-            beyond those that fill the pipeline; see `Schedule.actions`.
+        extra_in_flight: Number of micro-batches that each stage but the last keeps in flight in
+            addition to those that fill the pipeline; see `Schedule.actions`.
         layers: Profile of every layer, in order.
         step: Costs of a step besides the layers.
         cluster: The devices; None if they were not measured.

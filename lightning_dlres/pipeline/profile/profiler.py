@@ -49,10 +49,11 @@ from lightning_dlres.pipeline.profile.profiled_model import ProfiledModel
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, RunProfile, StepCosts
 
 _FREE_MEMORY_SHARE = 0.9  # the part of the free memory that the model may take
-# All ranks measure at once, as they will train: ranks of one host share its caches and memory. Over
-# several rounds the median ignores other work of the host, which makes a device look slow.
+# Largest number of rounds. All ranks measure at once, as they will train: ranks of one host share
+# its caches and memory. Other work of the host may slow a round; the median ignores that round.
 _ROUNDS = 5
-# A link probe's bandwidth comes from messages of at least `ProfileConfig.seconds` divided by this.
+# A bandwidth probe sends messages that take at least `ProfileConfig.seconds` divided by this; see
+# `probe_link`.
 _PROBE_TIME_DIVISOR = 60
 
 
@@ -104,12 +105,13 @@ class Profiler:
         Raises:
             ProfilingError: If a rank has too little memory to run the layers.
             PeerLostError: If another rank has failed.
+            Exception: The error of this rank's measurement, if it is not a lack of memory.
         """
         flusher = CpuCacheFlusher()
         ranks = [_RankDevice(*fields) for fields in self._all_gather(list(self._describe()))]
-        available = _measuring_bytes(ranks, self._ranks.rank)
+        available = _bytes_for_measuring(ranks, self._ranks.rank)
         measurement = self._measure_together(samples, config, optimizers, flusher, available)
-        # One row per rank: forward and backward of every layer, in turns.
+        # One row per rank: forward of layer 0, backward of layer 0, forward of layer 1, ...
         rows = self._ranks.gather(
             [t for layer in measurement.layers for t in (layer.forward, layer.backward)]
         )
@@ -118,14 +120,12 @@ class Profiler:
         kinds = kinds_of([rank.name for rank in ranks], rank_times)
         times = times_of_kinds(kinds, rank_times)
         powers = powers_of(times)
-        links, message = self._probe_links(
+        links, message_seconds = self._probe_links(
             [rank.host for rank in ranks], measurement, flusher, config
         )
+        own_times = measurement.loss, measurement.update, message_seconds
         other_times = times_of_kinds(
-            kinds,
-            self._ranks.gather(
-                [measurement.loss, measurement.update, message, measurement.run_overhead_seconds]
-            ),
+            kinds, self._ranks.gather([*own_times, measurement.run_overhead_seconds])
         )
         losses, updates, messages, run_overheads = (
             tuple(column) for column in zip(*other_times, strict=True)
@@ -221,10 +221,10 @@ class Profiler:
         flusher: CpuCacheFlusher,
         config: ProfileConfig,
     ) -> tuple[tuple[Link, ...], float]:
-        """Return the measured links, and this rank's seconds per message."""
+        """Return the measured links, and this rank's seconds for a message; see `StepCosts`."""
         layers = measurement.layers
         median_bytes = sorted(layer.sizes.output_bytes for layer in layers)[len(layers) // 2]
-        links, message = [], 0.0
+        links, message_seconds = [], 0.0
         for a, b in pairs_to_measure(hosts):
             probe = probe_link(
                 self._ranks.mailbox,
@@ -237,11 +237,12 @@ class Profiler:
             )
             own_link = None
             if probe is not None:
-                message = max(message, probe.message_seconds * measurement.wall_per_cpu_second)
+                wall_seconds = probe.message_seconds * measurement.wall_per_cpu_second
+                message_seconds = max(message_seconds, wall_seconds)
                 own_link = [probe.link.latency, probe.link.bytes_per_second]
             latency, bandwidth = self._ranks.broadcast(own_link, a)
             links.append(Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth))
-        return tuple(links), message
+        return tuple(links), message_seconds
 
     def _log_estimates(self, rows: Sequence[Sequence[float]]) -> None:
         """Log the layers that a rank has not run; see `fill_missing_times`."""
@@ -293,7 +294,7 @@ class _RankDevice(NamedTuple):
     held: int
 
 
-def _measuring_bytes(devices: Sequence[_RankDevice], rank: int) -> int | None:
+def _bytes_for_measuring(devices: Sequence[_RankDevice], rank: int) -> int | None:
     """Return the bytes that a rank may take while all ranks measure; None: unknown.
 
     Ranks on the CPU of one host share its free memory equally.
@@ -344,7 +345,7 @@ def profile_for_cluster(
         factors: Ratio of a layer's time on each kind of device to its time here.
 
     Raises:
-        ConfigError: If a layer does not fit into this host's memory.
+        ConfigError: If a layer does not fit into the free memory of this process's device.
     """
     device = model.device
     free = _free_bytes(device)
@@ -363,7 +364,7 @@ def profile_for_cluster(
             raise ConfigError(
                 f"layer {name!r} cannot be measured here: free memory must be enough to run it "
                 f"forward and backward on one micro-batch, got {format_bytes(free or 0)}. Plan on "
-                "a host with more memory, or with more micro-batches."
+                "a device with more memory, or with more micro-batches."
             )
     times = [[t * f for layer in layers for t in (layer.forward, layer.backward)] for f in factors]
     update = _update_bytes(optimizers, device)
@@ -392,8 +393,8 @@ def layer_profiles(
     Args:
         model: The model with its layers.
         measurements: Measurement of every layer; only the sizes count.
-        times: One row per kind of device: forward and backward of every layer, in turns, in
-            seconds.
+        times: Seconds, one row per kind of device: forward of layer 0, backward of layer 0, forward
+            of layer 1, ...
         update: Temporary memory of the optimizer's step.
     """
     users: dict[nn.Parameter, int] = {}

@@ -1,6 +1,7 @@
 """Profile of a run: the costs of its layers and its step as plain data, input of the planner.
 
-All sizes are in bytes and all times in seconds, for one micro-batch unless stated otherwise.
+All sizes are in bytes and all times in seconds. Times, and the sizes of tensors that depend on the
+input, are for one micro-batch unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SIZE_FIELDS = (
 
 
 class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Costs of one layer for one micro-batch.
+    """Costs of one layer: sizes of its parameters, and costs of one micro-batch.
 
     Attributes:
         name: Name of the layer in the state dict.
@@ -35,7 +36,8 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         shared: Bytes, by name, of parameters that other layers use too.
         input_bytes: Input tensors.
         output_bytes: Output tensors; sent if the next layer is on another stage.
-        gradient_output_bytes: Gradients of the outputs; received in that case.
+        gradient_output_bytes: Gradients of the outputs; received if the next layer is on another
+            stage.
         saved_bytes: Tensors saved for backward, except inputs and outputs.
         workspace_bytes: Temporary memory of forward or backward beyond saved tensors.
         update_bytes: Temporary memory of the optimizer, if it steps one parameter after the other.

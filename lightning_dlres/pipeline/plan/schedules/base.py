@@ -49,9 +49,9 @@ class Action:
 class Schedule(ABC):
     """Order of each stage's actions within one training step.
 
-    A subclass defines `name`, `whole_batch_loss` and `build_actions`. It is stateless, and no
-    micro-batch is in flight at the end of a step. `register_schedule` checks it and makes it
-    available by its name.
+    A subclass defines `name`, `whole_batch_loss` and `build_actions`. It must keep no state, since
+    one instance serves all runs of the process. At the end of a step, no micro-batch may be in
+    flight. `register_schedule` checks the subclass and makes it available by its name.
 
     Attributes:
         name: Name in options, plan.json and error messages.
@@ -95,8 +95,8 @@ class Schedule(ABC):
             microbatches: Number of micro-batches of this replica in the step. It may be 0, or
                 smaller than `stages`.
             recompute: Whether the stage recomputes layers before a micro-batch's backward.
-            extra_in_flight: Number of micro-batches by which stages before the last one run ahead,
-                beyond those that fill the pipeline. A schedule that cannot use them ignores this.
+            extra_in_flight: Number of micro-batches that each stage but the last keeps in flight in
+                addition to those that fill the pipeline. A schedule may ignore it.
 
         Raises:
             ConfigError: If `stage` or `microbatches` is out of range.
@@ -120,6 +120,9 @@ class Schedule(ABC):
         """Return the largest number of micro-batches in flight on a stage.
 
         A micro-batch is in flight from the start of its forward to the end of its backward.
+
+        Raises:
+            ConfigError: If `stage` or `microbatches` is out of range.
         """
         return _counts(self, stages, stage, microbatches, extra_in_flight).max_in_flight
 
@@ -129,11 +132,13 @@ class Schedule(ABC):
     ) -> int:
         """Return the number of forwards of a stage that cannot overlap with the first round trip.
 
-        The first round trip is the way of one micro-batch through all later stages and back: the
-        one whose backward comes first on this stage. Forwards of this stage up to and including
-        that of this micro-batch come before the round trip. Forwards after the first backward come
-        after it. With a loss over the whole batch all forwards come before it, since the loss waits
-        for them.
+        The first round trip belongs to the micro-batch with the first backward on this stage. It
+        leads through all later stages and back. Forwards up to that micro-batch's own come before
+        the round trip, and those after the first backward come after it: both count. Forwards in
+        between may overlap. A loss over the whole batch waits for all forwards, so all count.
+
+        Raises:
+            ConfigError: If `stage` or `microbatches` is out of range.
         """
         return _counts(self, stages, stage, microbatches, extra_in_flight).serial_forwards
 

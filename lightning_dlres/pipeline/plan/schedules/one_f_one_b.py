@@ -17,7 +17,7 @@ class OneForwardOneBackward(Schedule):
     """Synchronous 1F1B (PipeDream-flush, Narayanan et al., 2021).
 
     A stage starts each backward as soon as it can. So stage s of n, counted from 0, has at most
-    n - s micro-batches in flight. Stages before the last one have `extra_in_flight` more. Without
+    n - s micro-batches in flight. Every stage but the last has `extra_in_flight` more. Without
     these, two stages of equal speed wait for every message of each other. With one, a message may
     be late and no stage is idle.
     """

@@ -1,8 +1,8 @@
 """Split in proportion to power: all stages compute for about the same time.
 
-It is a pure function of the profile. Layers cannot be divided, so stages rarely take exactly equal
-times. An exact dynamic program finds the contiguous splits whose slowest stage is fastest. Among
-these, it takes the one with the most equal stages.
+The split is a pure function of the profile. Layers cannot be divided, so stages rarely take exactly
+equal times. An exact dynamic program minimises the time of the slowest stage. Among the splits with
+this minimum, it chooses the one with the smallest sum of squared stage times.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from lightning_dlres.core.errors import ConfigError
 
 
 def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[int, ...]:
-    """Split layers into contiguous stages of equal time.
+    """Return the split of layers into contiguous stages of about equal time.
 
     Args:
-        work: Seconds of each layer on a device of power 1, or any numbers in proportion to them,
-            such as parameter bytes. If all are 0, all count as equal.
-        powers: Power of each stage's device, in stage order.
+        work: Seconds of each layer on a device of power 1. Without measured times, another weight
+            of each layer, such as its parameter bytes. If all are 0, all layers count as equal.
+        powers: Power of each stage's device relative to a device of power 1, in stage order.
 
     Returns:
-        Number of layers of each stage, at least one each. The largest stage time is minimal; among
-        equal ones, the sum of squared stage times is minimal.
+        Number of layers of each stage, at least one each. The largest stage time is minimal. Among
+        such splits, the sum of squared stage times is minimal.
 
     Raises:
-        ConfigError: If there are fewer layers than stages, a power is not positive, a time is
-            negative, or one of these numbers is not finite or too large.
+        ConfigError: If there is no stage, if there are fewer layers than stages, if a power is not
+            positive, if a layer's work is negative or NaN, or if the squares of the stage times may
+            not be finite.
     """
     layers, stages = len(work), len(powers)
     if not 1 <= stages <= layers:
         raise ConfigError(
-            f"The model must have at least one layer per stage ({stages}), got {layers} layers. "
-            "Use fewer stages."
+            f"The number of stages must be at least 1 and at most the number of layers ({layers}), "
+            f"got {stages}. Change the number of stages."
         )
     if not all(p > 0 for p in powers) or not all(w >= 0 for w in work):
         raise ConfigError(
@@ -58,7 +59,7 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
         return (prefix[stop] - prefix[first]) / powers[stage]
 
     def stops(stage: int, first: int) -> range:
-        """Return the layers that a stage may stop before; each later stage gets a layer."""
+        """Return the possible ends of a stage (exclusive) that leave a layer for each later one."""
         return (
             range(first + 1, layers - (stages - 1 - stage) + 1)
             if stage < stages - 1
@@ -67,7 +68,10 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
 
     @cache
     def bottleneck(stage: int, first: int) -> float:
-        """Return the smallest time of the slowest of the stages from `stage` on."""
+        """Return the time of the slowest stage in the best split of layers [first, layers).
+
+        The split is over the stages from `stage` on.
+        """
         if stage == stages:
             return 0.0
         return min(
@@ -80,8 +84,11 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
 
     @cache
     def most_equal(stage: int, first: int) -> tuple[float, tuple[int, ...]]:
-        """Return the smallest sum of squared times of the stages from `stage` on, and their layer
-        counts, with no stage slower than `limit`."""
+        """Return the smallest sum of squared stage times, and the layer counts of that split.
+
+        The layers and stages are those of `bottleneck`. No stage may be slower than `limit`; if no
+        split meets it, the sum is infinite.
+        """
         if stage == stages:
             return 0.0, ()
         options: list[tuple[float, tuple[int, ...]]] = [(float("inf"), ())]

@@ -346,7 +346,7 @@ class TestDegenerate:
         workload = Workload(
             plain_layers([1.0]), StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 2
         )
-        with pytest.raises(ConfigError, match=r"one layer per stage \(2\), got 1 layers"):
+        with pytest.raises(ConfigError, match=r"at most the number of layers \(1\), got 2"):
             search_plan(workload, 2)
 
     @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -75,7 +75,7 @@ def test_two_hundred_layers_can_be_split() -> None:
 @pytest.mark.parametrize(
     ("work", "powers", "words"),
     [
-        ([1.0], [1.0, 1.0], r"one layer per stage \(2\), got 1 layers"),
+        ([1.0], [1.0, 1.0], r"at most the number of layers \(1\), got 2"),
         ([1.0, 1.0], [1.0, 0.0], "must be positive"),
         ([1.0, 1.0], [1.0, -1.0], "must be positive"),
         ([1.0, float("nan")], [1.0], "must be positive"),
