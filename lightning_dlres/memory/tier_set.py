@@ -41,7 +41,7 @@ class TierSet:
         return self.growing if self._config.tiers else None
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
-        """Allocate the memory that a plan needs in every tier, if it is not large enough.
+        """Give every tier a slab of the size that a plan needs, unless its present slab suffices.
 
         Args:
             sizes: Bytes that the plan needs in each tier, by the name of the tier.

@@ -1,7 +1,8 @@
-"""Tracker of the module that is being called.
+"""Tracker of the module that each thread called last.
 
 `copy.copy` of a patched module shares the patched forward, which holds the original module. The
-tracker lets the forward find the copy, so that the copy computes with its own weights.
+tracker lets the forward find the copy, so that the copy computes with its own weights: when a
+forward begins, the module called last is its own. A direct call of `forward` is not tracked.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ class CallTracker:
         self._local.last_module = module
 
     def copy_of(self, module: nn.Module, forward: Any) -> nn.Module | None:
-        """Return the last called module if it is a copy that shares the forward; else None."""
+        """Return the module that this thread called last, if it is a copy of `module`; else None.
+
+        Args:
+            module: Original module.
+            forward: Patched forward of the original, which its copies share.
+        """
         called: nn.Module | None = getattr(self._local, "last_module", None)
         if called is None or called is module or vars(called).get("forward") is not forward:
             return None

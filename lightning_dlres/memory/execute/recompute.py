@@ -49,7 +49,7 @@ class RecomputingForward:
 
     Args:
         module: Module whose forward it replaces.
-        tracker: Tracker of the module that is being called.
+        tracker: Tracker of the module that each thread called last; it finds copies of a module.
         report: Gets True if a second run gives the same bits. Such a check uses the first output
             and saves no memory. None: recompute without a check.
     """
@@ -235,7 +235,7 @@ def patch_recompute(
     Args:
         root: Model.
         names: Paths of the modules below the root.
-        tracker: Tracker of the module that is being called.
+        tracker: Tracker of the module that each thread called last; it finds copies of a module.
         bitwise_check: Receives the comparison of both runs; None: no comparison.
     """
     patched = []

@@ -30,7 +30,7 @@ class StorageDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         offset: Offset in the tier's slab, in bytes.
         capacity: Bytes that are reserved for it: in the tier, or on the device if it is compressed
             and stays there.
-        offloaded_by: Event after which it must have left the device.
+        offloaded_by: Event at whose end it must have left the device; None: no deadline.
         prefetch_at: Event at which its prefetch starts; None: it is fetched at its first use.
         first_use: Event at which backward first asks for it; None: backward never does.
         uses: Events at which backward asks for it, ascending.

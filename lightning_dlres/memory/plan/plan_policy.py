@@ -1,7 +1,8 @@
 """Policy that follows memory plans, event by event.
 
 An event is the saving or the use of a saved storage. The plan says which storages are offloaded
-when they are saved, by which event they must have left, and at which event they are prefetched.
+when they are saved. For each of these, it names the event at whose end the storage must have left
+the device, and the event at whose end its prefetch starts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _KEEP = Placement(MemoryAction.KEEP)
 
 
 class PlanPolicy:
-    """Policy that follows, in every step, the plan that matches the storages that the step saves.
+    """Policy that follows, in each step, the plan that matches the saved storages.
 
     Args:
         plans: Plans, one for each kind of step; empty: no storage is planned.
@@ -42,8 +43,9 @@ class PlanPolicy:
         mismatch: First difference between the latest step and its plan; None: a plan matched.
         overflow_count: Number of storages that stayed on the device because their placement was not
             possible, such as in a full tier.
-        curve: (`time.perf_counter` time, bytes of saved storages on the device) after every event
-            of the latest step.
+        curve: (`time.perf_counter` time, bytes of saved storages on the device) for the latest
+            step: after every event that the plan knows, and whenever a backward function takes over
+            the memory of a storage.
     """
 
     def __init__(
@@ -59,17 +61,20 @@ class PlanPolicy:
         self._tiers, self._copiers, self._fallback = tiers, copiers, fallback
         self._alternatives = [_PlannedStep(plan) for plan in plans] or [_PlannedStep(None)]
         self._current = self._previous = self._alternatives[0]
-        # Kinds of steps may alternate. For each planned step, by `id`: the one that followed it the
-        # last time.
+        # Steps of several kinds may alternate. Maps the `id` of each planned step to the planned
+        # step that came after it most recently.
         self._successors: dict[int, _PlannedStep] = {}
         self.mismatch: str | None = None
         self.overflow_count = 0
         self._storages: dict[int, weakref.ref[SavedStorage]] = {}
-        # Storages on their way to a tier, each with the event by which it must have left.
+        # Storages on their way to a tier, in the order of saving. Each has the event at whose end
+        # it must have left the device. Plans let storages leave in this order, except those whose
+        # copy does not overlap: such a storage has left when its save ends.
         self._leaving: deque[tuple[int, SavedStorage]] = deque()
         # Storages in compression on a GPU, each with the event before which its original is freed.
         self._compressing: deque[tuple[int, SavedStorage]] = deque()
         self._to_prefetch: deque[int] = deque()
+        # Bytes and dtype of every storage that the step has saved so far.
         self._signature: list[tuple[int, str]] = []
         self._byte_counter, self._gpu = byte_counter, gpu
         self.curve: list[tuple[float, int]] = []
@@ -92,10 +97,12 @@ class PlanPolicy:
         self._to_prefetch = deque(planned.prefetch_order)
 
     def finish(self) -> None:
-        """Finish a step."""
+        """Finish a step.
+
+        A step that saved fewer storages than planned may match another plan; else set `mismatch`.
+        """
         self._wait_offloaded(inf)
         if self.mismatch is None and len(self._signature) != len(self._current.signature):
-            # The step saved fewer storages than planned. Another plan may match them.
             matching = [p for p in self._alternatives if p.signature == self._signature]
             if matching:
                 self._current = matching[0]
@@ -108,7 +115,7 @@ class PlanPolicy:
 
     def begin_save(self, tensor: Tensor, span: ByteSpan, number: int) -> Placement:
         """See `OffloadPolicy`."""
-        decision = self._decision(number, (span.stop - span.start, dtype_name(tensor.dtype)))
+        decision = self._decide(number, (span.stop - span.start, dtype_name(tensor.dtype)))
         if decision is None:
             if self._fallback is None:
                 return _KEEP
@@ -130,24 +137,27 @@ class PlanPolicy:
             gpu=self._gpu,
         )
 
-    def _decision(self, number: int, storage: tuple[int, str]) -> StorageDecision | None:
-        """Return the decision about a storage; None if no plan matches the step so far.
+    def _decide(self, number: int, size_and_dtype: tuple[int, str]) -> StorageDecision | None:
+        """Add a storage to the step's signature, and return the decision about it.
+
+        If the current plan does not match, switch to one that matches the whole step so far. If
+        there is none, set `mismatch` and return None.
 
         Args:
             number: Index of the storage in the step.
-            storage: Size in bytes and name of the dtype.
+            size_and_dtype: Size of the storage in bytes, and name of the dtype.
         """
-        self._signature.append(storage)
+        self._signature.append(size_and_dtype)
         if self.mismatch is not None:
             return None
         current = self._current
-        if number < len(current.signature) and current.signature[number] == storage:
+        if number < len(current.signature) and current.signature[number] == size_and_dtype:
             return current.decisions[number]
         for other in self._alternatives:
             if other.signature[: number + 1] == self._signature:
                 self._switch_to(other)
                 return other.decisions[number]
-        text = _described(storage)
+        text = _described(size_and_dtype)
         if number >= len(current.signature):
             self.mismatch = f"storage {number} ({text}) was not planned"
         else:
@@ -212,7 +222,7 @@ class PlanPolicy:
             self.curve.append((time.perf_counter(), self._byte_counter.now))
 
     def _wait_offloaded(self, event: float) -> None:
-        """Wait until the storages that must have left by this event have left, and free them."""
+        """Wait until the storages that are due at this event or earlier have left the device."""
         self._free_compressed(event)
         while self._leaving and self._leaving[0][0] <= event:
             self._leaving.popleft()[1].wait_offloaded()
@@ -259,5 +269,6 @@ class _PlannedStep:
         )
 
 
-def _described(storage: tuple[int, str]) -> str:
-    return f"{storage[0]} bytes of torch.{storage[1]}"
+def _described(size_and_dtype: tuple[int, str]) -> str:
+    nbytes, dtype = size_and_dtype
+    return f"{nbytes} bytes of torch.{dtype}"

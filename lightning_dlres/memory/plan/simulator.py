@@ -42,7 +42,8 @@ class Outcome:
         resident: Bytes of saved storages on the device at every event, including the storage that
             the event saves or fetches.
         excess: Most bytes by which a limit is exceeded; 0 if all limits are met.
-        offloaded_by: Event by which each storage must have left; None: it is not offloaded.
+        offloaded_by: Event at whose end each storage must have left the device; None: no deadline,
+            as for a storage that is not offloaded.
         prefetch_at: Event at which the fetch of each storage starts; None: at its first use.
         moved: Bytes that are copied over the links.
         tier_peaks: Most bytes in each tier, by its name.

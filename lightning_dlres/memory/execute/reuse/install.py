@@ -29,7 +29,7 @@ class ReusingForward:
     Args:
         module: Module whose forward it replaces.
         owner: Owner of the memory that autograd saves; None: run the forward of the class.
-        tracker: Tracker of the module that is being called.
+        tracker: Tracker of the module that each thread called last; it finds copies of a module.
         report: Gets True if the formula computes the same bits as the module; None: no check.
     """
 
@@ -98,7 +98,7 @@ def patch_reuse(
         root: Model.
         names: Paths of the modules below the root.
         owner: Owner of the memory that autograd saves.
-        tracker: Tracker of the module that is being called.
+        tracker: Tracker of the module that each thread called last; it finds copies of a module.
         bitwise_check: Receives comparisons with the forward of the class; None: no comparison.
     """
     patched = []

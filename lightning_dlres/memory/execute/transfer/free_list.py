@@ -23,6 +23,7 @@ class FreeList:
         # Size of each free block by its offset; `_starts` has the offsets in ascending order.
         self._sizes = {0: self.nbytes} if self.nbytes else {}
         self._starts = sorted(self._sizes)
+        # Size of each allocated block, with its padding, by its offset.
         self._allocated: dict[int, int] = {}
 
     @property
@@ -31,7 +32,7 @@ class FreeList:
         return sum(self._sizes.values())
 
     def allocate(self, nbytes: int) -> int | None:
-        """Return the offset of the smallest block that fits; None if no block does."""
+        """Allocate in the smallest block that fits; return its offset, or None if none fits."""
         padded_size = max(aligned(nbytes), aligned(1))
         candidates = [(size, start) for start, size in self._sizes.items() if size >= padded_size]
         if not candidates:
@@ -60,7 +61,11 @@ class FreeList:
         return offset
 
     def free(self, offset: int) -> None:
-        """Free an allocated block."""
+        """Free an allocated block.
+
+        Raises:
+            KeyError: If no allocated block starts at this offset.
+        """
         size = self._allocated.pop(offset)
         index = bisect_left(self._starts, offset)
         if index < len(self._starts) and self._starts[index] == offset + size:
