@@ -26,7 +26,8 @@ def run(tasks: Sequence[Callable[[], T]]) -> list[T]:
     """Run tasks in parallel, the last one in this thread; return their results in order.
 
     Raises:
-        Exception: The first failing task's exception, after all tasks have ended.
+        Exception: The exception of the last task if that fails, else of the first task in order
+            that fails. Raised after all tasks have ended.
     """
     if len(tasks) < 2:
         return [task() for task in tasks]

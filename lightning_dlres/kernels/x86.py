@@ -43,8 +43,8 @@ def has_avx2() -> bool:
 
 def _two_word_intrinsic(name: str) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_WORD, [_WORD, _WORD])
-        return builder.call(builder.module.declare_intrinsic(name, fnty=kind), args)
+        function_type = ir.FunctionType(_WORD, [_WORD, _WORD])
+        return builder.call(builder.module.declare_intrinsic(name, fnty=function_type), args)
 
     return types.uint64(types.uint64, types.uint64), generate
 
@@ -191,16 +191,18 @@ def finish_stores(typing_context: Any) -> Any:
     """Make other cores see the writes of `store_past_cache` before any later write."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [])
-        builder.call(builder.module.declare_intrinsic("llvm.x86.sse.sfence", fnty=kind), [])
+        function_type = ir.FunctionType(ir.VoidType(), [])
+        builder.call(
+            builder.module.declare_intrinsic("llvm.x86.sse.sfence", fnty=function_type), []
+        )
         return context.get_dummy_value()
 
     return types.void(), generate
 
 
 def _permuted(builder: Any, elements: Any, order: Any) -> Any:
-    kind = ir.FunctionType(_EIGHT, [_EIGHT, _EIGHT])
-    permute = builder.module.declare_intrinsic("llvm.x86.avx2.permd", fnty=kind)
+    function_type = ir.FunctionType(_EIGHT, [_EIGHT, _EIGHT])
+    permute = builder.module.declare_intrinsic("llvm.x86.avx2.permd", fnty=function_type)
     return builder.call(permute, [elements, order])
 
 

@@ -33,11 +33,11 @@ def encode(source: Bytes, width: int, mask: Bytes, values: Bytes) -> int:
     Args:
         source: Bytes of the elements.
         width: Bytes of an element: 1, 2 or 4.
-        mask: uint8[mask_bytes(count)].
+        mask: uint8[mask_bytes(count)] for `count` elements; see `zvc`.
         values: As many bytes as `source`. Bytes after the result are overwritten, too.
     """
-    loop, kind = ENCODERS[width], _KINDS[width]
-    elements, target = source.view(kind), values.view(kind)
+    loop, dtype = ENCODERS[width], _DTYPES[width]
+    elements, target = source.view(dtype), values.view(dtype)
     mask[elements.size // 8 :] = 0
     pieces = _pieces(elements.size, width)
     counts = workers.run(
@@ -57,34 +57,36 @@ def encode(source: Bytes, width: int, mask: Bytes, values: Bytes) -> int:
 
 
 def encode_on_one_core(source: Bytes, width: int, mask: Bytes, values: Bytes) -> int:
-    """Encode with one thread; `values` needs the size of the result plus `OVERRUN` bytes.
+    """Encode with one thread; return the number of non-zero elements.
 
-    Several threads would overwrite each other's values in so little memory.
+    See `encode` for the arguments. Here `values` may be smaller than `source`: it needs the size of
+    the result plus `OVERRUN` bytes. Several threads would overwrite each other's values.
     """
-    elements = source.view(_KINDS[width])
+    elements = source.view(_DTYPES[width])
     mask[elements.size // 8 :] = 0
-    target = values[: values.size // width * width].view(_KINDS[width])
+    target = values[: values.size // width * width].view(_DTYPES[width])
     return int(ENCODERS[width](elements, mask, target))
 
 
 def count_nonzero(source: Bytes, width: int) -> int:
     """Return the number of elements with any bit set."""
-    return int(np.count_nonzero(source.view(_KINDS[width])))
+    return int(np.count_nonzero(source.view(_DTYPES[width])))
 
 
 def decode(mask: Bytes, values: Bytes, width: int, out: Bytes) -> None:
     """Write the elements that `encode` compressed.
 
     Args:
-        mask: uint8[mask_bytes(count)].
+        mask: uint8[mask_bytes(count)] for `count` elements; see `zvc`.
         values: Bytes of the non-zero elements; their number must equal the mask's set bits.
         width: Bytes of an element: 1, 2 or 4.
         out: Memory for the elements' bytes.
     """
-    loop, kind = DECODERS[width], _KINDS[width]
-    elements, packed = out.view(kind), values.view(kind)
+    loop, dtype = DECODERS[width], _DTYPES[width]
+    elements, packed = out.view(dtype), values.view(dtype)
     pieces = _pieces(elements.size, width)
     masks = [mask[a // 8 : -(-b // 8)] for a, b in pairwise(pieces)]
+    # Count in whole words: bits after the last element are 0.
     counts = [count_set_bits(mask[a // 8 : -(-b // 64) * 8]) for a, b in pairwise(pieces)]
     ends = np.cumsum([0, *counts])
     workers.run(
@@ -124,7 +126,7 @@ def _sample_counter(width: int) -> Any:
 
     It takes an address: passing an array costs more time.
     """
-    address = types.CPointer(_TYPES[width])
+    address = types.CPointer(_NUMBA_TYPES[width])
     return compiled_for_addresses(
         _count_nonzero_in_runs, types.int64(address, types.int64, types.int64, types.int64)
     )
@@ -153,7 +155,7 @@ def _count_nonzero_in_runs(first: Any, step: Any, runs: Any, length: Any) -> Any
     return nonzero
 
 
-_TYPES: dict[int, Any] = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
-_KINDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_NUMBA_TYPES: dict[int, Any] = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
+_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 ENCODERS: dict[int, Any] = zvc_portable.ENCODERS | zvc_x86.ENCODERS
 DECODERS: dict[int, Any] = zvc_portable.DECODERS | zvc_x86.DECODERS

@@ -26,7 +26,7 @@ WARPS, WORDS, LANES = 8, 8, 32
 THREADS = WARPS * LANES
 TILE = WARPS * WORDS * LANES
 
-_KINDS = {1: types.uint8, 2: types.uint16, 4: types.uint32}
+_NUMBA_TYPES = {1: types.uint8, 2: types.uint16, 4: types.uint32}
 _DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 # Values of the two lowest bits of a tile's state word. The other bits hold a count of non-zero
 # elements: those of this tile, or all up to its end. Zero: no count yet.
@@ -177,14 +177,14 @@ def kernel_functions(width: int) -> tuple[Any, Any]:
     int64 zeros: one word for the ticket and one for each tile. `used` is int64[1], initially the
     size of the mask. The encoder adds the size of all values, including those that do not fit.
     """
-    kind = _KINDS[width]
+    numba_type = _NUMBA_TYPES[width]
 
     def zvc_encode(elements: Any, mask: Any, values: Any, used: Any, state: Any) -> None:
         shared = cuda.shared.array(2, int64)
         sums = cuda.shared.array(WARPS, int64)
         votes = cuda.shared.array(WARPS, uint32)
         ballots = cuda.local.array(WORDS, uint32)
-        own_values = cuda.local.array(WORDS, kind)
+        own_values = cuda.local.array(WORDS, numba_type)
         warp, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         tile = _take_tile(state, shared)
         first = tile * (WARPS * WORDS) + warp * WORDS

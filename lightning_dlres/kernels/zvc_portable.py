@@ -1,7 +1,8 @@
 """Loops of zero-value compression for any processor.
 
-No branch depends on the data: mispredicted branches would cost a factor of four. Each element is
-written at the position of the next non-zero element. The position advances if it was non-zero.
+In the loops over groups of eight elements, no branch depends on the data: mispredicted branches
+would cost a factor of four. The encoder writes each element, also a zero, at the end of the values.
+Only a non-zero element advances this end; the next element overwrites a zero.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from numba import types
 from lightning_dlres.core.compiled import compiled, subroutine
 
 _WIDTHS = (1, 2, 4)
-_ELEMENTS: dict[int, Any] = {1: types.uint8, 2: types.uint16, 4: types.uint32}
+_NUMBA_TYPES: dict[int, Any] = {1: types.uint8, 2: types.uint16, 4: types.uint32}
 
 
 def encoder_types(width: int) -> tuple[Any, Any, Any]:
     """Return the Numba types of the arguments of an encoder for elements of `width` bytes."""
-    elements = _ELEMENTS[width][::1]
+    elements = _NUMBA_TYPES[width][::1]
     return elements, types.uint8[::1], elements
 
 
 def decoder_types(width: int) -> tuple[Any, Any, Any]:
     """Return the Numba types of the arguments of a decoder for elements of `width` bytes."""
-    elements = _ELEMENTS[width][::1]
+    elements = _NUMBA_TYPES[width][::1]
     return types.uint8[::1], elements, elements
 
 
@@ -46,7 +47,17 @@ def _encode_elements(source: Any, mask: Any, values: Any) -> Any:
 
 @subroutine
 def encode_rest(source: Any, mask: Any, values: Any, nonzero: Any) -> Any:
-    """Encode the elements after the last group of eight; return the total of non-zero elements."""
+    """Encode the elements after the last whole group of eight.
+
+    Args:
+        source: All elements.
+        mask: Mask of all elements.
+        values: Receives the non-zero elements.
+        nonzero: Number of non-zero elements before these.
+
+    Returns:
+        Number of non-zero elements in `source`.
+    """
     first = source.size // 8 * 8
     if first < source.size:
         bits = np.uint8(0)
@@ -75,8 +86,20 @@ def _decode_elements(mask: Any, values: Any, out: Any) -> Any:
 
 @subroutine
 def decode_rest(mask: Any, values: Any, out: Any, group: Any, nonzero: Any) -> Any:
-    """Decode from a group of eight elements on; return the total of non-zero elements."""
-    # Fewer than eight values may be left: the loop above would read past their end.
+    """Decode the elements that the loop over groups of eight has left.
+
+    That loop reads up to eight values for a group, so it stops when fewer than eight are left.
+
+    Args:
+        mask: Mask of all elements.
+        values: Non-zero elements.
+        out: Receives all elements.
+        group: First group to decode.
+        nonzero: Number of non-zero elements before this group.
+
+    Returns:
+        Number of non-zero elements in `out`.
+    """
     for index in range(group * 8, out.size):
         is_set = (mask[index // 8] >> (index % 8)) & 1
         out[index] = values[nonzero] if is_set else 0

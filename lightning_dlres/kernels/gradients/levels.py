@@ -1,8 +1,8 @@
 """Uniform quantisation to signed levels. A payload has steps as float32, then the codes.
 
-A step is the distance of two levels: of each block, or of the whole gradient. The step of values
-that are not finite is NaN, which makes all of them NaN. Codes are two's complement numbers of 2, 4
-or 8 bits, packed as in `layout`.
+A step is the distance between adjacent levels. A payload has a step for each block, or one for the
+whole gradient. If one of their values is not finite, the step is NaN, and all of them decode to
+NaN. Codes are two's complement numbers of 2, 4 or 8 bits, packed as in `layout`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,26 @@ from lightning_dlres.kernels.gradients.layout import (
 
 
 def payload_bytes(count: int, bits: int, *, per_block: bool = True) -> int:
-    """Return the bytes of a payload of `count` elements."""
+    """Return the bytes of a payload.
+
+    Args:
+        count: Number of elements.
+        bits: Bits of a code: 2, 4 or 8.
+        per_block: True if each block has a step, False if there is one for the whole gradient.
+    """
     return 4 * (blocks(count) if per_block else 1) + 4 * words(count, bits)
 
 
 def encode_nearest(
     gradient: Tensor, residual: Tensor, payload: Tensor, scale: float, bits: int
 ) -> None:
-    """Write a payload with a step per block, rounded to nearest, and update the residual.
+    """Write a payload with a step per block, and update the residual.
+
+    Each element is rounded to the nearest level.
 
     Args:
         gradient: float32[n], contiguous.
-        residual: float32[n], updated in place. Blocks that are not finite keep theirs.
+        residual: float32[n], updated in place; unchanged in blocks with a value that is not finite.
         payload: uint8[payload_bytes(n, bits)].
         scale: Power of two by which the gradient is multiplied.
         bits: 4 or 8.
@@ -66,7 +74,7 @@ def encode_stochastic(
     seed: int,
     step: Tensor | None = None,
 ) -> None:
-    """Write a payload, rounded so that the expected value is the gradient.
+    """Write a payload, with random rounding whose expected value is the gradient.
 
     Args:
         gradient: float32[n], contiguous.
@@ -74,8 +82,8 @@ def encode_stochastic(
         scale: Power of two by which the gradient is multiplied.
         bits: 2, 4 or 8.
         seed: Seed of the random numbers.
-        step: float32[1]: distance of two levels of the whole gradient, after multiplication by
-            `scale`. None: a step per block, by its largest magnitude.
+        step: float32[1]: step of the whole gradient, already multiplied by `scale`. None: a step
+            per block, from the block's largest magnitude.
     """
     count = gradient.numel()
     steps, codes = _parts(payload, blocks(count) if step is None else 1)
@@ -113,7 +121,16 @@ def decode(
     bits: int,
     per_block: bool = True,
 ) -> None:
-    """Write or add the decoded values; see `threshold.decode`."""
+    """Write or add the decoded values.
+
+    Args:
+        payload: uint8[payload_bytes(n, bits, per_block=per_block)].
+        out: float32[n], contiguous.
+        scale: Factor of the decoded values.
+        accumulate: Add to `out`.
+        bits: Bits of a code: 2, 4 or 8.
+        per_block: True if each block has a step, False if there is one for the whole gradient.
+    """
     count = out.numel()
     steps, codes = _parts(payload, blocks(count) if per_block else 1)
     if out.is_cuda:
@@ -135,5 +152,6 @@ def decode(
     )
 
 
-def _parts(payload: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    return payload[: 4 * steps].view(torch.float32), payload[4 * steps :]
+def _parts(payload: Tensor, step_count: int) -> tuple[Tensor, Tensor]:
+    """Return the steps and the codes of a payload."""
+    return payload[: 4 * step_count].view(torch.float32), payload[4 * step_count :]

@@ -13,8 +13,8 @@ from lightning_dlres.kernels.gradients.layout import BLOCK, LARGEST
 
 # Partial maxima of a block, which are found independently, with vector instructions.
 _MAXIMA = 64
-# Smallest distance of two levels; its inverse is finite. Blocks with a smaller one are sent
-# as zeros.
+# Smallest distance between adjacent levels; its inverse is finite. Blocks with a smaller one are
+# sent as zeros.
 SMALLEST_STEP = float(np.finfo(np.float32).tiny)
 
 
@@ -44,7 +44,7 @@ _maximum = subroutine(_larger, nogil=True)
 
 
 def _step_of_maxima(maxima: Any, top: Any) -> Any:
-    """Return the distance of two levels of a block; NaN if a value is not finite.
+    """Return the distance between adjacent levels of a block; NaN if a value is not finite.
 
     Args:
         maxima: Partial maxima of the magnitudes of the block.
@@ -69,7 +69,10 @@ _inverse = subroutine(_inverse_of_step, nogil=True)
 def _encode_block(
     gradient: Any, residual: Any, words: Any, scale: Any, step: Any, top: Any, bits: Any
 ) -> None:
-    """Encode one block; `step` is the distance of two levels, and `top` the highest level."""
+    """Encode one block.
+
+    `step` is the distance between adjacent levels, and `top` the highest level.
+    """
     for i in range(words.size):
         words[i] = 0
     # The residual of a block that is not finite stays as it is.
@@ -112,7 +115,7 @@ def encode_nearest(
     Args:
         gradient: float32[n].
         residual: float32[n], updated in place.
-        steps: float32[blocks(n)]: receives the distance of two levels of each block.
+        steps: float32[blocks(n)]: receives the distance between adjacent levels of each block.
         words: uint32[words(n, bits)].
         scale: Power of two by which the gradient is multiplied.
         bits: Bits of a code: 4 or 8.
@@ -194,8 +197,8 @@ def encode_stochastic(
         gradient: float32[n].
         numbers: int64[blocks(n)]: number of each block in the unit, so that the random numbers do
             not depend on the split.
-        steps: float32[blocks(n)]: distance of two levels of each block. Values beyond the highest
-            level are clipped.
+        steps: float32[blocks(n)]: distance between adjacent levels of each block. Values beyond the
+            highest level are clipped.
         words: uint32[words(n, bits)].
         scale: Power of two by which the gradient is multiplied.
         bits: Bits of a code: 2, 4 or 8.
@@ -258,7 +261,7 @@ def decode(out: Any, steps: Any, words: Any, scale: Any, bits: Any, accumulate: 
 
     Args:
         out: float32[n].
-        steps: float32[blocks(n)]: distance of two levels of each block.
+        steps: float32[blocks(n)]: distance between adjacent levels of each block.
         words: uint32[words(n, bits)].
         scale: Factor of the decoded values.
         bits: Bits of a code: 2, 4 or 8.

@@ -106,7 +106,7 @@ def kernels(bits: int) -> LevelKernels:
 
 @device_function
 def _step_of_block(own: Any, top: Any, lanes: Any, lane: Any) -> Any:
-    """Return the distance of two levels of a block to all its threads; NaN if it is not finite.
+    """Return a block's distance between adjacent levels to all its threads; NaN if not finite.
 
     Args:
         own: Largest magnitude of this thread's elements; infinity if one is not finite.
