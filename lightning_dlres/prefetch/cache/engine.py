@@ -7,9 +7,9 @@ Batch requests, storage replies and releases go in; fetches and batch replies co
   deep learning training"). Each storage node has a prefetch list: its samples, in the order of the
   epoch. A miss fetches the sample and the next k - 1 of its prefetch list. The sample goes to the
   client that requested it, the others go into the cache space.
-- Otherwise fetches go out ahead of need, within a budget of bytes. The budget covers the samples in
-  use, and the samples that may be fetched, whether they have arrived or not. So a sample never
-  waits for room that later samples have taken.
+- Otherwise fetches go out ahead of need, within a budget of bytes. Bytes are reserved from it for
+  the samples in use, and for those that may be fetched, whether they have arrived or not. So a
+  sample never waits for room that later samples have taken.
 
 Id spaces, by the name that the code uses:
 
@@ -80,8 +80,8 @@ class PrefetchEngine:
         pinned: Pinned tier, whose samples stay for all epochs.
         prefetch: Maximum number of samples in one fetch; k in the paper.
         lookahead: Budget in bytes for samples that are in use or may be fetched. 0: fetch on a miss
-            only. None: half of the capacity. Eviction copies about one byte per stored byte if the
-            budget is half of the capacity, and many times as much if it is nearly all of it.
+            only. None: half of the capacity. With that, eviction moves about one byte for each
+            stored byte. It moves many times as much with nearly the whole capacity.
         max_inflight_requests: Maximum number of prefetches in flight to one node.
 
     Raises:
@@ -219,7 +219,7 @@ class PrefetchEngine:
         self._space.release(lease.used)
         self._pending_writes.retry()
         if self._budget:
-            self._window.reduce_promised(lease.nbytes)
+            self._window.unreserve(lease.nbytes)
         self._advance()
 
     def drop_requests(self, client: str) -> None:
@@ -265,8 +265,8 @@ class PrefetchEngine:
     def fail(self, fetch_id: int, error: StorageError) -> None:
         """Take in the failure of a fetch.
 
-        Batch requests that wait for its samples fail. The other samples are fetched once more when
-        a request names them.
+        Batch requests that wait for its samples fail. A later request that names one of these
+        samples fetches it again.
 
         Raises:
             KeyError: If there is no such fetch.
@@ -292,13 +292,13 @@ class PrefetchEngine:
         return self._space.advance()
 
     def fetch_bypassing_cache(self) -> bool:
-        """Fetch the missing samples of the oldest batch request past the cache space.
+        """Fetch missing samples of the oldest batch request, which do not go into the cache space.
 
-        Call this when the engine was stalled for a while. The missing samples then do not fit
+        Call this when the engine has been stalled for a while. The missing samples then do not fit
         beside the samples in use, or beside samples that other ranks have not requested yet.
 
         Returns:
-            True if a sample was handed to the request or fetched.
+            True if the request got a sample, or if a fetch was added for it.
         """
         if not self._requests or not self._budget:
             return False
@@ -385,7 +385,7 @@ class PrefetchEngine:
                     return False
                 if state == FETCHING and not self._move_pending_writes_to(request, only=slot):
                     return False
-                if state >= 0:
+                if state >= 0:  # the entry of a sample in the cache space
                     one = np.array([slot], dtype=np.uint32)
                     request.used[slot] = self._space.use(row, one)[0]
                 self.counts.hits += 1
@@ -394,10 +394,11 @@ class PrefetchEngine:
         return True
 
     def _run_for_miss(self, index: CacheIndex, slot: int, row: int) -> EpochSlots:
-        """Return the run of a missed slot, cut to the samples for which there is room."""
+        """Return the slots to fetch on a miss: the missed one, and those after it on the same node
+        whose samples have room."""
         run = index.run_on_miss(slot, self._prefetch, self._space.slot_table[row])
-        # Samples that found no contiguous room count against the capacity all the same. Otherwise
-        # hits and fetches would depend on fragmentation, and not only on order and sizes.
+        # Samples that were handed over for lack of contiguous room count as stored. Otherwise hits
+        # and fetches would depend on fragmentation, and not only on order and sizes.
         unstored = self._leases.unstored_bytes
         unstored += sum(request.unstored_bytes for request in self._requests)
         occupied = self._space.live_bytes + self._pending_writes.nbytes + unstored
@@ -406,7 +407,7 @@ class PrefetchEngine:
         return run[: 1 + int(fits.sum())]
 
     def _deliver(self, request: BatchRequest, used: dict[int, NDArray[np.int64]]) -> None:
-        """Lease a complete batch to its client; `used` as in `BatchRequest.reply`."""
+        """Lease a complete batch to its client; see `BatchRequest.reply` for `used`."""
         reply = request.reply(used, self._sizes, self._pinned)
         self._leases.add(request, np.array(list(used.values()), dtype=np.int64).reshape(-1, 3))
         self._replies.append(reply)
@@ -418,18 +419,18 @@ class PrefetchEngine:
     def _add_direct(
         self, request: BatchRequest, epoch_slots: EpochSlots, lengths: Lengths, data: Bytes
     ) -> None:
-        """Hand samples to a batch request, past the cache space."""
+        """Hand samples to a batch request without storing them in the cache space."""
         ends = np.cumsum(lengths).tolist()
         states = self._space.slot_table[request.epoch.row]
         for slot, length, end in zip(epoch_slots.tolist(), lengths.tolist(), ends, strict=True):
             request.direct[slot] = data[end - length : end]
             states[slot] = DONE
             if self._budget and slot < request.epoch.reach:
-                self._window.reduce_promised(length)
+                self._window.unreserve(length)
 
     def _move_pending_writes_to(self, request: BatchRequest, only: int | None = None) -> bool:
-        """Hand a batch request its samples, or that of slot `only`, that wait for room in the cache
-        space; return true if there was one."""
+        """Hand a batch request its samples that wait for room, or only the one of slot `only`;
+        return true if any sample waited."""
         epoch_slots = request.epoch_slots if only is None else np.array([only], dtype=np.uint32)
         removed = self._pending_writes.remove(request.epoch.row, epoch_slots)
         for slot, data in removed:

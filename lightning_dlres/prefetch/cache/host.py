@@ -50,7 +50,7 @@ from lightning_dlres.prefetch.storage.registry import open_storage
 
 # Stall timeout, in seconds; shortened after each stall, down to the minimum. A stall means that the
 # cache has no room for the oldest request's samples: all room is in use, or holds samples that
-# other ranks have not requested yet. The samples are then fetched past the cache. The shorter
+# other ranks have not requested yet. The samples are then fetched without being stored. The shorter
 # timeout keeps later requests from waiting as long again.
 _STALL_SECONDS, _MIN_STALL_SECONDS = 0.1, 0.001
 # Seconds without any client after which the process ends. The first rank may take long to start.

@@ -43,7 +43,7 @@ class BatchRequest:
         request_id: Number that the client gave the request, unique for this client.
         epoch: Epoch that the samples belong to.
         epoch_slots: uint32[n], in the order in which the samples are delivered.
-        direct: Bytes of samples that are delivered past the cache space, by epoch slot.
+        direct: Bytes of samples that are delivered without being stored, by epoch slot.
         num_served: Only with `lookahead=0`: number of leading samples that are ready to deliver.
         used: Only with `lookahead=0`: entry, offset and length of each hit, by epoch slot.
         unstored_bytes: Number of bytes in `direct` that were fetched for the cache space, which had
@@ -160,8 +160,8 @@ class PendingFetch:
     Attributes:
         epoch: Epoch that the samples belong to.
         epoch_slots: uint32[n], in the order of the fetch.
-        request: Batch request that gets the samples directly, past the cache space. None: the
-            samples go into the cache space.
+        request: Batch request that gets the samples directly. None: the samples are stored in the
+            cache space.
         node: Storage node that the fetch was sent to.
     """
 
@@ -246,11 +246,11 @@ class InflightFetches:
 
 
 class PrefetchWindow:
-    """Open epochs, and the bytes of the cache space that are promised to their samples.
+    """Open epochs, and the bytes of the cache space that are reserved for their samples.
 
-    The bytes of a sample are promised in two cases. It is in use, or its epoch slot is below
+    The bytes of a sample are reserved in two cases. It is in use, or its epoch slot is below
     `EpochProgress.reach` and its state is neither DONE nor PINNED. Invariant, if there is a budget:
-    promised bytes never exceed it.
+    reserved bytes never exceed it.
 
     Args:
         sizes: int64[samples], in bytes.
@@ -260,7 +260,7 @@ class PrefetchWindow:
         fetches: Fetches in flight.
         leases: Batches in use.
         prefetch: Maximum number of samples in one fetch.
-        budget: Maximum number of promised bytes. 0: nothing is fetched ahead of need.
+        budget: Maximum number of reserved bytes. 0: nothing is fetched ahead of need.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class PrefetchWindow:
         self._sizes, self._nodes, self._prefetch = sizes, nodes, prefetch
         self._space, self._pinned = space, pinned
         self._fetches, self._leases = fetches, leases
-        self._promised = 0
+        self._reserved = 0
 
     def find(self, epoch_id: int) -> EpochProgress | None:
         """Return the epoch with this epoch_id; None if no such epoch is open."""
@@ -317,11 +317,11 @@ class PrefetchWindow:
         """Close an epoch and drop its samples. Samples in use stay until they are released."""
         self.epochs.remove(epoch)
         self._space.reset_row(epoch.row)
-        self._promised = self._count_promised()
+        self._reserved = self._count_reserved()
 
-    def reduce_promised(self, nbytes: int) -> None:
-        """Subtract bytes that are no longer promised: released, or not in the cache space."""
-        self._promised -= nbytes
+    def unreserve(self, nbytes: int) -> None:
+        """Give reserved bytes back to the budget: the samples are released, or are not stored."""
+        self._reserved -= nbytes
 
     def prefetch_ahead(self) -> None:
         """Fetch samples ahead of need, within the budget.
@@ -339,12 +339,12 @@ class PrefetchWindow:
                 self.open_epoch(last.epoch_id + 1, index)
             epoch = self.epochs[position]
             states = self._space.slot_table[epoch.row]
-            epoch.reach, self._promised = extend_reach(
+            epoch.reach, self._reserved = extend_reach(
                 epoch.index.sample_ids,
                 self._sizes,
                 states,
                 epoch.reach,
-                self._promised,
+                self._reserved,
                 self.budget,
             )
             # Send a short run if its first sample is needed within the first half of the window.
@@ -376,13 +376,13 @@ class PrefetchWindow:
                 return
             self._fetches.add(epoch, run, None)
 
-    def _count_promised(self) -> int:
-        promised = self._leases.leased_bytes_outside(self.epochs)
+    def _count_reserved(self) -> int:
+        reserved = self._leases.leased_bytes_outside(self.epochs)
         for epoch in self.epochs:
             states = self._space.slot_table[epoch.row, : epoch.reach]
-            is_promised = (states != DONE) & (states != PINNED)
-            promised += int(self._sizes[epoch.index.sample_ids[: epoch.reach][is_promised]].sum())
-        return promised
+            is_reserved = (states != DONE) & (states != PINNED)
+            reserved += int(self._sizes[epoch.index.sample_ids[: epoch.reach][is_reserved]].sum())
+        return reserved
 
 
 def _no_index(epoch_id: int) -> CacheIndex | None:

@@ -125,11 +125,11 @@ def count_missing(states: Any, epoch_slots: EpochSlots) -> int:
 
 @compiled((uint32[::1], int64[::1], int32[::1], int64, int64, int64))
 def extend_reach(
-    sample_ids: Any, sizes: Any, states: Any, reach: int, promised: int, budget: int
+    sample_ids: Any, sizes: Any, states: Any, reach: int, reserved: int, budget: int
 ) -> tuple[int, int]:
     """Extend the reach of an epoch as far as the budget goes.
 
-    The promised bytes are those of the samples in use, and of all samples before the reach, whether
+    The reserved bytes are those of the samples in use, and of all samples before the reach, whether
     they were fetched or not. Samples that are done or pinned do not count. So samples that are
     needed first never wait for room that later samples have taken.
 
@@ -138,20 +138,20 @@ def extend_reach(
         sizes: int64[samples], in bytes.
         states: int32[n], the epoch's row of the slot table.
         reach: Epoch slots below it may be fetched already.
-        promised: Bytes that are promised so far.
-        budget: Maximum number of promised bytes.
+        reserved: Bytes that are reserved so far.
+        budget: Maximum number of reserved bytes.
 
     Returns:
-        The new reach and the new promised bytes.
+        The new reach and the new reserved bytes.
     """
     while reach < len(sample_ids):
         if states[reach] != DONE and states[reach] != PINNED:
             size = sizes[sample_ids[reach]]
-            if promised + size > budget:
+            if reserved + size > budget:
                 break
-            promised += size
+            reserved += size
         reach += 1
-    return reach, promised
+    return reach, reserved
 
 
 @compiled((uint32[::1], boolean[::1], int64[::1]))

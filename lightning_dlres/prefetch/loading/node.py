@@ -25,7 +25,8 @@ _BATCH_SIZE = 16
 class PrefetchCacheNode(BaseNode[Sample]):  # type: ignore[misc]
     """Node that yields the samples of a source from a cache that prefetches them.
 
-    A sample's bytes are not copied. They stay in the cache while any object refers to them.
+    By default local files are read without a cache; `storage="embedded"` caches them. A sample's
+    bytes in the cache are not copied. They stay there while any object refers to them.
 
     A `reset` without a state starts the next epoch, or the same one if none of its samples was
     yielded. A `reset` with a state resumes after the last yielded sample, on any number of ranks.
@@ -35,8 +36,8 @@ class PrefetchCacheNode(BaseNode[Sample]):  # type: ignore[misc]
         ranks: Rank of this process, and the ranks of its host. None: this is the only rank.
         shuffle: True: every epoch has its own order. False: the order of the data set.
         seed: Seed of the shuffled orders.
-        tail: Rule for samples that do not divide evenly among the ranks; see `ShardSpec`, with a
-            batch of one sample.
+        tail: Rule for samples that do not divide evenly among the ranks; see `ShardSpec`. It takes
+            each sample as a batch of its own.
         epochs: Total number of epochs. Nothing is prefetched after the last one. None: unknown.
         cache: Name of the cache. Ranks of one host that pass the same name share the cache. Other
             data sets and jobs need other names. None: this node shares its cache with no other.
@@ -99,7 +100,8 @@ class PrefetchCacheNode(BaseNode[Sample]):  # type: ignore[misc]
     @override
     def get_state(self) -> dict[str, Any]:
         state = self._state
-        # The minimum: padding of the last batches does not count as consumed.
+        # The minimum, because padding of the last batches does not count as consumed. "batches" has
+        # the yielded samples of this rank: in this state each sample is a batch.
         consumed = min(
             state["consumed"] + self._num_yielded * self._ranks.num_ranks, state["samples"]
         )

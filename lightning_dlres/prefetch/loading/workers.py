@@ -38,7 +38,7 @@ from lightning_dlres.prefetch.storage.readers import Reader
 Workers = Literal["thread", "process"]
 Decode = Callable[[Sample], Any]
 Collate = Callable[[list[Any]], Any]
-# Seconds between two checks of a worker for its parent.
+# Seconds between the checks with which a worker notices the end of its parent.
 _WATCH_SECONDS = 0.5
 # Minimum size, in bytes, of a tensor whose memory is reused. The allocator itself keeps smaller
 # blocks for the next tensor. It may return larger blocks to the system; then the next tensor of
@@ -53,8 +53,8 @@ class BatchMaker:
     """Function that makes a batch of samples.
 
     Attributes:
-        decode: Function of one sample. None: samples in the encoding of `items` are decoded; other
-            samples stay as they are.
+        decode: Function of one sample. None: `decode_item` decodes samples with the encoding
+            "tensors"; other samples stay as they are.
         collate: Function of the list of decoded samples. None: torch's `default_collate`, or the
             list itself if samples are not decoded.
         encoding: As in `SampleTable`.
@@ -259,8 +259,8 @@ def _check_can_be_sent(maker: BatchMaker) -> None:
         ForkingPickler.dumps(maker)
     except Exception as error:  # a user's own __reduce__ may raise anything
         raise ConfigError(
-            "decode and collate must be functions of a module with worker_type='process', because "
-            "lambdas and nested functions cannot be sent to another process, got: "
+            "With worker_type='process', decode and collate must be defined at the top level of a "
+            "module, because lambdas and nested functions cannot be sent to another process, got: "
             f"{error}. Use worker_type='thread'."
         ) from error
 

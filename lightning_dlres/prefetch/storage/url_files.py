@@ -50,8 +50,9 @@ class UrlFiles(Files):
         self._system, self._options = system, options or {}
         self.is_concurrent = is_concurrent(system)
         self.name = f"{type(system).__name__} of fsspec"
-        limited = self.is_concurrent and is_web(system) and system.batch_size is None
-        self._request_limits = {"batch_size": _WEB_REQUESTS} if limited else {}
+        # A `batch_size` among the options replaces this limit.
+        needs_limit = self.is_concurrent and is_web(system) and system.batch_size is None
+        self._request_limits = {"batch_size": _WEB_REQUESTS} if needs_limit else {}
 
     def read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
         """See `Files`."""
@@ -63,42 +64,49 @@ class UrlFiles(Files):
             raise OSError(hide_secrets(repr(error), self._options)) from None
 
     def call(self, function: Callable[[], _Result]) -> _Result:
-        """Call a function that uses the file system and return its result."""
+        """Return the result of a function that uses the file system.
+
+        The lock is held during the call if the file system is not thread-safe.
+        """
         if self.is_concurrent:
             return function()
         with _SERIAL_LOCK:
             return function()
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
-        """Return the sizes of files in bytes, None where unknown. Call it inside of `call`."""
+        """Return the sizes of files in bytes, None where unknown.
+
+        Pass it to `call`, because this method takes no lock.
+        """
         sizes: list[int | None] = self._system.sizes(list(paths), **self._request_limits)
         return sizes
 
     def _read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
         # Some servers refuse an empty range, and the range behind the end of an empty file.
         empty = {index for index, piece in enumerate(pieces) if not piece.length}
-        ranges = iter(
-            self._ranges([piece for index, piece in enumerate(pieces) if index not in empty])
+        results = iter(
+            self._read_ranges([piece for index, piece in enumerate(pieces) if index not in empty])
         )
         return [
-            self._read_empty(piece) if index in empty else self._bytes_or_error(next(ranges))
+            self._read_empty(piece) if index in empty else self._bytes_or_error(next(results))
             for index, piece in enumerate(pieces)
         ]
 
-    def _ranges(self, pieces: Sequence[Piece]) -> Sequence[Any]:
+    def _read_ranges(self, pieces: Sequence[Piece]) -> Sequence[Any]:
+        """Return for each piece its bytes, or the error that fsspec raised."""
         if not self.is_concurrent and self._system.async_impl:
             # `cat_ranges` would read several ranges at once from the wrapped, unsafe file system.
-            return [self._range(piece) for piece in pieces]
-        ranges: Sequence[Any] = self._system.cat_ranges(
+            return [self._read_range(piece) for piece in pieces]
+        results: Sequence[Any] = self._system.cat_ranges(
             [piece.path for piece in pieces],
             [piece.start for piece in pieces],
             [_end(piece) for piece in pieces],
             on_error="return",
             **self._request_limits,
         )
-        return ranges
+        return results
 
-    def _range(self, piece: Piece) -> Any:
+    def _read_range(self, piece: Piece) -> Any:
         try:
             return self._system.cat_file(piece.path, piece.start, _end(piece))
         except Exception as error:  # returned, as cat_ranges does

@@ -19,7 +19,7 @@ from numba import int32, int64, typeof, uint32
 from lightning_dlres.core.compiled import compiled, subroutine
 
 # States of an epoch slot without an entry. FETCHING: a fetch is in flight, or its sample waits for
-# room. DONE: used and released, or handed out past the cache space. PINNED: in the pinned tier.
+# room. DONE: used and released, or handed out without being stored. PINNED: in the pinned tier.
 # FAILED: the fetch has failed.
 UNFETCHED, FETCHING, DONE, PINNED, FAILED = -1, -2, -3, -4, -5
 # States of an entry.

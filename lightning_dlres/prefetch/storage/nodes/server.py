@@ -70,8 +70,8 @@ class _ReadTask:
 class StoreNode:
     """Server of the samples of a source, as one of N nodes; it runs in a thread until `close`.
 
-    Every node can serve all samples of its source. Clients choose the node of a sample by the
-    node's index.
+    Every node can serve all samples of its source. Clients request sample i from node i mod
+    `nodes`, or from the next nodes if samples have replicas.
 
     Args:
         reader: Reader of the source.
@@ -79,8 +79,8 @@ class StoreNode:
         nodes: Number of nodes.
         bind, port, path, curve, allowed, allow_any, insecure: See `core.wire.server.Server`.
         read_threads: Number of requests that are read at once.
-        emulate_delay: Seconds, or text such as "5ms", by which each request is delayed; for
-            benchmarks.
+        emulate_delay: Seconds, or text such as "5ms", by which each read of samples is delayed;
+            for benchmarks. Requests for the table are not delayed.
         patience: Limits for clients that receive slowly; None for the default.
 
     Raises:
@@ -108,7 +108,9 @@ class StoreNode:
         if not 0 <= node < nodes:
             raise ConfigError(got_expected("node", node, f"0 to {nodes - 1}", "node=0, nodes=1"))
         if read_threads < 1:
-            raise ConfigError(got_expected("read_threads", read_threads, "at least 1", "4"))
+            raise ConfigError(
+                got_expected("read_threads", read_threads, "at least 1", "read_threads=4")
+            )
         self._delay = parse_seconds(emulate_delay, "emulate_delay")
         self._reader = reader
         table = reader.table
@@ -131,7 +133,7 @@ class StoreNode:
         # Number of requests that are being read.
         self._num_reading, self._read_threads = 0, read_threads
         self.endpoint = self._server.endpoint
-        # Totals since the start: answered "get" requests, and bytes of samples sent for them.
+        # Totals since the start: "get" requests whose samples were read, and bytes of the samples.
         self.requests = 0
         self.sent_bytes = 0
         # Replies: the reading threads append them, and the node's own thread sends them.
