@@ -1,10 +1,10 @@
 """States of the codecs when the plan changes between two steps.
 
-A rank keeps what it has not sent: no residual changes hands, so ranks exchange nothing. A state
-whose unit, codec and part stay as they were is kept as it is. Any other residual goes to the state
-for this rank's own gradient; if the rank completes a unit's sum without encoding its own gradient,
-to the state for the sum. Either way, a residual counts once in the sum of all ranks. Where no state
-can take it, as with torch's all-reduce, it is added to this rank's next gradient.
+A rank keeps what it has not sent, so ranks exchange no residuals. A state is kept if the new plan
+has the same unit, codec and part. Any other residual goes to the state for this rank's own
+gradient. A rank that completes a unit's sum may encode no gradient of its own; then the residual
+goes to the state for the sum. Either way, a residual counts once in the sum of all ranks. Where no
+state can take it, as with torch's all-reduce, it is added to this rank's next gradient.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lightning_dlres.gradsync.plan.units import SyncUnit
 
 def carried_states(
     states: CodecStates,
-    before: SyncPlan,
-    after: SyncPlan | None,
+    old_plan: SyncPlan,
+    new_plan: SyncPlan | None,
     codecs: Mapping[str, GradientCodec],
     rank: int,
     device: torch.device,
@@ -33,9 +33,9 @@ def carried_states(
     """Return this rank's states for a new plan, and residuals to be added to its next gradients.
 
     Args:
-        states: States under the plan before, which must not be used afterwards.
-        before: Plan before.
-        after: New plan of the same gradients and ranks; None for torch's all-reduce.
+        states: States under the old plan, which must not be used afterwards.
+        old_plan: Plan until now.
+        new_plan: Plan of the same gradients and ranks; None for torch's all-reduce.
         codecs: Codecs of the new plan by name.
         rank: This rank.
         device: Device of the gradients.
@@ -44,14 +44,14 @@ def carried_states(
         The states, and residuals without the loss scale, float32[elements] by gradient. Without a
         new plan, every gradient has one, on all ranks alike.
     """
-    carried, unsent = CodecStates(), _Unsent(before, device)
-    if after is None:
-        # The ranks gather these residuals for a checkpoint only if there are any. That must not
-        # differ between ranks, so let no rank be without.
+    carried, unsent = CodecStates(), _Unsent(old_plan, device)
+    if new_plan is None:
+        # The ranks gather residuals for a checkpoint only if there are some. All ranks must take
+        # part, so each one gets some, even if they are zeros.
         unsent.add_zeros()
     remaining = dict(states.by_key)
-    parts = {} if after is None else _encoded_parts(after, codecs, rank)
-    old_codecs, new_codecs = _codecs_of(before.units), _codecs_of(parts)
+    parts = {} if new_plan is None else _encoded_parts(new_plan, codecs, rank)
+    old_codecs, new_codecs = _codecs_of(old_plan.units), _codecs_of(parts)
     for key in [(u.gradient, u.start, u.stop, part) for u in parts for part in parts[u]]:
         if key in remaining and old_codecs[key[:3]] == new_codecs[key[:3]]:
             carried.by_key[key] = remaining.pop(key)
@@ -59,7 +59,7 @@ def carried_states(
         residual = state.get(RESIDUAL)
         if residual is None:
             continue
-        units = [] if after is None else after.units_of(gradient)
+        units = [] if new_plan is None else new_plan.units_of(gradient)
         for unit in units:
             first, end = max(start, unit.start), min(stop, unit.stop)
             if first >= end:

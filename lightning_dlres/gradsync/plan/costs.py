@@ -12,15 +12,14 @@ class LinearCost:
 
     Attributes:
         fixed_seconds: Seconds of a task of size 0.
-        seconds_per_item: Seconds of each further item: an element of a compute task, a byte of a
-            transfer.
+        seconds_per_item: Seconds of each item: an element in a compute task, a byte in a transfer.
     """
 
     fixed_seconds: float
     seconds_per_item: float
 
     def seconds(self, size: float) -> float:
-        """Return the seconds of a task."""
+        """Return the seconds of a task of `size` items."""
         return self.fixed_seconds + self.seconds_per_item * size
 
 
@@ -44,9 +43,10 @@ class LinkCosts:
     """Links of all ranks to a network without other limits.
 
     Attributes:
-        message_seconds: Fixed seconds of a message. Messages to one rank wait for each other.
+        message_seconds: Fixed seconds of each message on both links, added to those of its bytes.
         bandwidths: Bytes per second of each rank's link, in each direction.
-        latency_seconds: Further seconds until a message arrives, in which its link is free.
+        latency_seconds: Seconds from the end of a message on both links until it arrives. The
+            links carry other messages in this time.
         incast_share: Share of the bandwidth that is left while several ranks send to the same rank
             (incast), because packets get lost. A coordinator prevents that.
     """

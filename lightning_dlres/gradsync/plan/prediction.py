@@ -33,11 +33,11 @@ class StepPrediction:
     """Predicted times of a step.
 
     Attributes:
-        compute_seconds: Compute tasks of the rank that has most of them.
+        compute_seconds: Compute tasks of the busiest rank.
         transfer_seconds: Transfers of the busiest direction of a link.
         sync_seconds: Synchronisation of gradients that are all ready at once: the load of the
             busiest queue or link, plus the time for which it waits.
-        step_seconds: Backward and synchronisation, as far as they do not overlap.
+        step_seconds: Backward and synchronisation; time in which both run counts once.
         link_bytes: Bytes that pass the busiest direction of a link.
     """
 

@@ -34,7 +34,7 @@ from lightning_dlres.gradsync.plan.simulation.sending import (
     ReplayedSending,
     SendingRule,
 )
-from lightning_dlres.gradsync.plan.simulation.tasks import SimulatedUnit, UnitTask
+from lightning_dlres.gradsync.plan.simulation.simulated_unit import SimulatedUnit, UnitTask
 from lightning_dlres.gradsync.plan.task_table import TaskTable
 from lightning_dlres.gradsync.plan.transmissions import Transfer, Transmission
 

@@ -1,4 +1,4 @@
-"""Progress of the units in a simulation."""
+"""One unit on one rank of a simulation, and the progress of its tasks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class SimulatedUnit:
 
     Args:
         rank: The rank.
-        unit: Number of the unit.
+        unit: Index of the unit in the plan.
         table: Its tasks; equal graphs share one table.
 
     Attributes:
-        has_started: True if the gradient is ready.
+        has_started: True once the gradient is ready; only then do its tasks begin.
         pending: Number of predecessors that are not done, for each task.
         unfinished: Number of tasks that are not done.
-        early: Positions of the `RECEIVE` tasks whose payloads arrived before the start.
+        early: Positions of the `RECEIVE` tasks whose payloads arrived before that.
     """
 
     __slots__ = ("early", "has_started", "pending", "rank", "table", "unfinished", "unit")
