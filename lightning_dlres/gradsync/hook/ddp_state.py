@@ -306,7 +306,7 @@ class GradientSyncState:
             # DDP gives each sparse gradient a bucket of its own.
             return mean()
         if is_learning:
-            self._names.learn(bucket.parameters())
+            self._names.add_unnamed(bucket.parameters())
             return mean()
         self.open(buffer.device, buffer.element_size())
         if self.synchroniser is None and self._sync.unsent.is_empty:

@@ -13,10 +13,10 @@ from lightning_dlres.gradsync.plan.units import GradientSpec
 
 
 class ParameterNames:
-    """Names of parameters, which are known by identity.
+    """Map from parameters to their names.
 
     Attributes:
-        specs: Names and sizes of the gradients that a plan may have.
+        specs: Names and sizes of the gradients that a plan covers.
         sparse: Parameters with sparse gradients, which torch's all-reduce averages.
     """
 
@@ -26,7 +26,7 @@ class ParameterNames:
         self.sparse: set[Tensor] = set()
 
     def __repr__(self) -> str:
-        """Return a short text, which is another one if names, sizes or their order differ."""
+        """Return a short text that differs if names, sizes or their order differ."""
         text = repr([(spec.name, spec.count) for spec in self.specs])
         return f"{len(self.specs)} names with the checksum {zlib.crc32(text.encode()):08x}"
 
@@ -42,14 +42,14 @@ class ParameterNames:
         Args:
             parameters: Names and parameters.
             sparse: Parameters with sparse gradients.
-            is_late: True if the plan is made, and has no room for more parameters.
+            is_late: True if new parameters come too late, because the plan is made.
 
         Raises:
             ConfigError: If two parameters have one name, or a new one is late.
         """
         self.sparse |= set(sparse)
         for name, parameter in parameters:
-            # A parameter that is shared comes once, and so does one that has a name already.
+            # A shared parameter, or one of an earlier call, has a name already: skip it.
             if not parameter.requires_grad or parameter in self._names:
                 continue
             if is_late or name in self._names.values():
@@ -59,22 +59,23 @@ class ParameterNames:
             if parameter not in self.sparse:
                 self.specs.append(spec_of(name, parameter))
 
-    def learn(self, parameters: Iterable[Tensor]) -> None:
-        """Add parameters without names."""
+    def add_unnamed(self, parameters: Iterable[Tensor]) -> None:
+        """Add parameters for which the user gave no names; they get numbers."""
         self.specs += [spec_of(self._of(parameter), parameter) for parameter in parameters]
 
     def of(self, parameters: Iterable[Tensor]) -> Sequence[str]:
-        """Return the names of parameters; they get numbers if none has a name.
+        """Return the names of parameters. If no parameter was added before, they get numbers.
 
         Raises:
-            ConfigError: If other parameters have names, so a plan has no room for these.
+            ConfigError: If other parameters were added before, so the plan does not cover these.
         """
         parameters = list(parameters)
         for parameter in parameters if self.specs else ():
             if parameter not in self._names:
-                got = f"none of shape {tuple(parameter.shape)}"
-                fix = "parameters=module.named_parameters()"
-                raise ConfigError(got_expected("parameters", got, "all of the module's", fix))
+                raise ConfigError(
+                    "parameters must name all parameters of the module, got no name for one of "
+                    f"shape {tuple(parameter.shape)}. Use parameters=module.named_parameters()."
+                )
         return [self._of(parameter) for parameter in parameters]
 
     def _of(self, parameter: Tensor) -> str:

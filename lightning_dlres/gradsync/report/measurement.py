@@ -151,7 +151,7 @@ class SyncMeasurement:
 
     @property
     def compute_seconds(self) -> float:
-        """Median time of the compute tasks on the rank that has most of them."""
+        """Median time of the compute tasks on the busiest rank."""
         return statistics.median(max(map(s.compute_seconds, s.ranks)) for s in self.steps)
 
     @property

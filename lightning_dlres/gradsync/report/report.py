@@ -21,8 +21,8 @@ class PredictedStep(Protocol):
     """Predicted times of a step, in seconds.
 
     Attributes:
-        step_seconds: Backward and synchronisation, as far as they do not overlap.
-        compute_seconds: Compute tasks of the rank that has most of them.
+        step_seconds: Backward and synchronisation; time in which both run counts once.
+        compute_seconds: Compute tasks of the busiest rank.
         transfer_seconds: Transfers of the busiest direction of a link.
     """
 
@@ -45,7 +45,7 @@ class SyncReport:
         plan: The plan; None if the gradients were not synchronised by tasks.
         measured: Measured steps.
         predicted: Predicted times of a step; None if nothing was predicted.
-        clock_error: Seconds by which spans of different hosts may be shifted against each other.
+        clock_error: Seconds by which another host's spans may be shifted against those of rank 0.
     """
 
     algorithm: str
@@ -108,17 +108,18 @@ class SyncReport:
         notes = [
             "Figures of a rank are medians over the steps.",
             "*Exposed* is the time from the readiness of a rank's last gradients until all its "
-            "gradients are means. The step waits for it. On a GPU the host's clock is read, "
-            "before the device has computed the last gradients.",
+            "gradients are means. The step waits for it. On a GPU it starts when the host has "
+            "queued the last gradients, so it may include the end of the device's backward.",
         ]
         if self.measured.has_tasks:
             notes += [
                 "*Computing* is the part of the exposed time in which compute tasks ran on the "
                 "rank itself. In the rest, it waited for messages.",
-                "*Bytes* are those of the payloads. *Ratio* is the size of the sent gradients "
-                "without compression over that of their payloads.",
-                "*Send* and *receive* are the work of threads. *Link* is the time in which a "
-                "message was on its way in the busier direction of the rank's link.",
+                "*Sent* and *received* are bytes of payloads. *Ratio* is the size of the sent "
+                "gradients without compression over that of their payloads.",
+                "*Send* and *receive* are the time that threads of the rank worked on messages. "
+                "*Link* is the time in which a message was on its way in the busier direction of "
+                "the rank's link.",
             ]
             if any(rank.residual_norm is not None for rank in self.measured.ranks):
                 notes.append(
@@ -132,8 +133,8 @@ class SyncReport:
             )
         if self.clock_error:
             notes.append(
-                "The clocks of the hosts were compared. Spans of different hosts may be shifted by "
-                f"up to {format_seconds(self.clock_error)} against each other."
+                "The clocks of the hosts were compared. Spans of another host may be shifted by up "
+                f"to {format_seconds(self.clock_error)} against those of rank 0."
             )
         return notes
 
