@@ -28,7 +28,7 @@ class MeasuredRun:
 
     Attributes:
         spans: Spans of the last steps, by rank, on rank 0's clock; empty if none were recorded.
-        clock_error: Seconds by which spans of different hosts may be shifted against each other.
+        clock_error: Seconds by which another host's spans may be shifted against those of rank 0.
         steps: Number of training steps of the `fit`; the spans may hold fewer.
         plan_at_start: Pipeline plan when training began, None without one; the plan's schedule may
             have changed since.

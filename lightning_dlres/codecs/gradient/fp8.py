@@ -7,7 +7,6 @@ format's largest number.
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -55,13 +54,14 @@ class Float8(GradientCodec):
         rows = _rows(exact)
         # NaN if any element of the block is not finite.
         largest = (rows.abs() + 0 * rows).amax(1)
-        # `torch.where` with a number would copy it to the GPU, and wait.
-        largest.masked_fill_(~largest.isfinite(), math.nan)
+        largest_code = torch.finfo(self._dtype).max
         # Divide by a tensor: given a number, a GPU would multiply by its inverse, which rounds
         # differently.
-        block_scales = largest / largest.new_full((1,), torch.finfo(self._dtype).max)
+        block_scales = largest / largest.new_full((1,), largest_code)
         divisor = block_scales.masked_fill(~(block_scales > 0), 1.0)
-        codes = (rows / divisor[:, None]).to(self._dtype)
+        # A scale below the normal numbers may have been rounded down, and then the quotient is
+        # larger than any code. Some versions of torch would make it infinite or NaN.
+        codes = (rows / divisor[:, None]).clamp_(-largest_code, largest_code).to(self._dtype)
         error = exact - (codes.to(torch.float32) * block_scales[:, None]).view(-1)[:count]
         torch.where(error.isfinite(), error, residual, out=residual)
         scale_bytes = 4 * blocks(count)

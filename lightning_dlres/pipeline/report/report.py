@@ -33,7 +33,7 @@ class RunReport:
         even_seconds: Simulated seconds of a step of the even split, in which every stage has the
             same number of layers. None if the plan was made without a measurement.
         measured: Measured steps; None if no step was recorded on all ranks.
-        clock_error: Seconds by which spans of different hosts may be shifted against each other.
+        clock_error: Seconds by which another host's spans may be shifted against those of rank 0.
     """
 
     plan: PipelinePlan
@@ -170,8 +170,8 @@ class RunReport:
             )
         if self.clock_error:
             notes.append(
-                "The clocks of the hosts were compared. Spans of different hosts may be shifted by "
-                f"up to {format_seconds(self.clock_error)} against each other."
+                "The clocks of the hosts were compared. Spans of another host may be shifted by up "
+                f"to {format_seconds(self.clock_error)} against those of rank 0."
             )
         return notes
 

@@ -116,6 +116,18 @@ def test_the_result_does_not_depend_on_the_threads(name: str) -> None:
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("name", sorted(set(CODECS) - {"fp16"}))
+def test_finite_gradients_of_any_size_stay_finite(name: str) -> None:
+    codec, count = CODECS[name], 64
+    # 1e-45 is the smallest positive float32. Scales of blocks are then no normal numbers. The
+    # largest values are those whose sum in a block of one bit does not overflow.
+    for exponent in [*range(-45, -36), -20, 0, 20, 33]:
+        for factor in (1.0, 2.1, 5.2, 8.6):
+            values = (gradient(count).clamp(-1, 1) * float(f"{factor}e{exponent}")).float()
+            decoded = expand(codec, compress(codec, values, codec.new_state(count, CPU)), count)
+            assert decoded.isfinite().all(), (factor, exponent)
+
+
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 4096, 8999])

@@ -28,8 +28,8 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
 
     Raises:
         ConfigError: If there is no stage, if there are fewer layers than stages, if a power is not
-            positive, if a layer's work is negative or NaN, or if the squares of the stage times may
-            not be finite.
+            positive and finite, if a layer's work is negative or NaN, or if the squares of the
+            stage times may not be finite.
     """
     layers, stages = len(work), len(powers)
     if not 1 <= stages <= layers:
@@ -37,10 +37,10 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
             f"The number of stages must be at least 1 and at most the number of layers ({layers}), "
             f"got {stages}. Change the number of stages."
         )
-    if not all(p > 0 for p in powers) or not all(w >= 0 for w in work):
+    if not all(0 < p < math.inf for p in powers) or not all(w >= 0 for w in work):
         raise ConfigError(
-            f"powers must be positive and work at least 0, got powers {list(powers)} and work "
-            f"{list(work)}. Profile again."
+            "powers must be positive and finite, and work at least 0, got powers "
+            f"{list(powers)} and work {list(work)}. Profile again."
         )
     # Largest possible time of a stage. `most_equal` sums the squares, which must not overflow.
     worst = sum(work) / min(powers)

@@ -163,6 +163,9 @@ def _merge(column: Sequence[LogRecord], sizes: Sequence[int]) -> LogRecord:
         [torch.as_tensor(record.value, dtype=torch.float64).cpu() for record in column]
     )
     reduce_fx = options.get("reduce_fx", "mean")
+    if isinstance(reduce_fx, str):
+        # Lightning ignores the case.
+        reduce_fx = reduce_fx.lower()
     if reduce_fx in ("mean", "avg", torch.mean):
         weights = torch.tensor(sizes, dtype=torch.float64).view(-1, *[1] * (values.dim() - 1))
         merged = (values * weights).sum(0) / sum(sizes)

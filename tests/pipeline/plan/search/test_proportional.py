@@ -81,6 +81,7 @@ def test_two_hundred_layers_can_be_split() -> None:
         ([1.0, float("nan")], [1.0], "must be positive"),
         ([1.0, -1.0], [1.0], "must be positive"),
         ([1.0, 1.0], [float("nan")], "must be positive"),
+        ([1.0, 1.0], [1.0, float("inf")], "must be positive and finite"),
     ],
 )
 def test_bad_arguments_are_refused(work: list[float], powers: list[float], words: str) -> None:

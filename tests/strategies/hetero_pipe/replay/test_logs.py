@@ -193,7 +193,8 @@ def test_merged_sums_and_extremes_are_those_of_all_values(
     micro_batches: list[tuple[int, float]],
 ) -> None:
     sizes, values = [size for size, _ in micro_batches], [value for _, value in micro_batches]
-    for name, expected in (("sum", sum(values)), ("max", max(values)), ("min", min(values))):
+    # Lightning ignores the case.
+    for name, expected in (("sum", sum(values)), ("MAX", max(values)), ("Min", min(values))):
         value = merge_one_name(values, sizes, reduce_fx=name).value
         assert float(value) == pytest.approx(expected, rel=1e-5, abs=1e-2)
 
