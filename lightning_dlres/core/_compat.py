@@ -92,9 +92,9 @@ def recurrent_weights_released(root: nn.Module) -> Iterator[None]:
             module.flatten_parameters()
 
 
-def copy_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
-    """Let a parameter share another one's gradient hooks; torch has no public way to list hooks."""
-    # Both share the same tables, so that existing handles can still remove their hooks.
+def share_gradient_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Let `target` share the gradient hooks of `source`; torch has no public way to list hooks."""
+    # Not copies of the tables: existing handles must still be able to remove their hooks.
     if source._backward_hooks:
         target._backward_hooks = source._backward_hooks
     if source._post_accumulate_grad_hooks:
@@ -150,8 +150,8 @@ def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
             yield value.untyped_storage()
 
 
-def without_storage() -> AbstractContextManager[Any]:
-    """Context manager in which operations return tensors without memory and values.
+def fake_tensor_mode() -> AbstractContextManager[Any]:
+    """Context manager in which operations return FakeTensors, which have no memory and no values.
 
     torch documents FakeTensor, but has no public name for its mode.
     """
@@ -166,8 +166,8 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
-def without_subclasses() -> AbstractContextManager[Any]:
-    """Context manager in which torch calls no `__torch_function__` of tensor subclasses.
+def torch_function_disabled() -> AbstractContextManager[Any]:
+    """Context manager in which torch does not call `__torch_function__` of tensor subclasses.
 
     torch's own subclasses use it, but it has no public name.
     """
@@ -205,10 +205,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def without_memory(tensor: Tensor) -> Tensor:
-    """Return a witness: an alias without memory that shares a tensor's version counter.
+def version_witness(tensor: Tensor) -> Tensor:
+    """Return a witness of a tensor: an empty tensor that shares its version counter.
 
-    A tensor whose data was replaced keeps its counter. There is no public way to hold a counter.
+    The tensor's memory can be freed while the witness is held. There is no public way to hold a
+    counter alone. Replacing the data of a detached alias keeps the counter.
     """
     witness = tensor.detach()
     witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -216,7 +217,7 @@ def without_memory(tensor: Tensor) -> Tensor:
 
 
 def with_counter_of(witness: Tensor, tensor: Tensor) -> Tensor:
-    """Return a view of `tensor` with the version counter of `witness`; see `without_memory`."""
+    """Return a view of `tensor` with the version counter of `witness`; see `version_witness`."""
     result = witness.detach()
     result.data = tensor
     return result
@@ -235,15 +236,15 @@ def shares_counter(one: Tensor, other: Tensor) -> bool:
         return bool(other._version != before)
 
 
-# Weak reference to a tensor's storage.
-MemoryReference = StorageWeakRef
+# Weak reference to a tensor's storage. torch has this class only for sending tensors to other
+# processes.
+StorageReference = StorageWeakRef
 
 
-def storage_reference(tensor: Tensor) -> StorageWeakRef:
+def storage_reference(tensor: Tensor) -> StorageReference:
     """Return a weak reference that compares equal for tensors that share their storage.
 
-    While it is held, no later storage at the same address compares equal. torch has it only for
-    sending tensors to other processes.
+    While it is held, no later storage at the same address compares equal.
     """
     return StorageWeakRef(tensor.untyped_storage())
 
@@ -266,14 +267,15 @@ def is_zeros_without_memory(tensor: Tensor) -> bool:
     return tensor._is_zerotensor()
 
 
-def owners_of_memory(tensor: Tensor) -> int:
-    """Return the number of tensors that share a tensor's storage, including itself.
+def storage_owner_count(tensor: Tensor) -> int:
+    """Return the number of owners of a tensor's storage.
 
-    torch's count has no public name.
+    Owners are all tensors that share the storage, including `tensor`. If other Python code holds
+    the storage object itself, that counts as one more. torch's count has no public name.
     """
     storage = tensor.untyped_storage()
-    # torch's count includes Python's storage object once, however many variables hold it. Subtract
-    # it, unless other Python code than the variable `storage` holds that object.
+    # torch counts Python's storage object once, however many variables hold it. Subtract it if only
+    # the variable `storage` holds it.
     has_other_holders = sys.getrefcount(storage) > _OWN_REFERENCES
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + has_other_holders
 
@@ -281,7 +283,7 @@ def owners_of_memory(tensor: Tensor) -> int:
 def is_only_in_python(tensor: Tensor) -> bool:
     """Return True if only Python code holds a tensor, and autograd does not.
 
-    torch's count has no public name.
+    torch's count has no public name. Return False if this torch version has none.
     """
     count = getattr(tensor, "_use_count", None)
     return count is not None and int(count()) == 1

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import (
     graph_is_kept,
-    owners_of_memory,
     storage_key,
+    storage_owner_count,
     version_of,
 )
 from lightning_dlres.memory.execute.byte_counter import ByteCounter
@@ -184,7 +184,7 @@ class SavedTensors:
             tensor: Tensor that backward gets.
             known_owners: Number of tensors over the memory that the engine itself holds.
         """
-        if has_storage(tensor) and owners_of_memory(tensor) > known_owners:
+        if has_storage(tensor) and storage_owner_count(tensor) > known_owners:
             self._shared.setdefault(storage_key(tensor), tensor)
 
     def _own_gradient(self, gradient: Tensor | None) -> Tensor | None:

@@ -13,14 +13,14 @@ from torch import Tensor
 from lightning_dlres import codecs
 from lightning_dlres.codecs import Encoded
 from lightning_dlres.core._compat import (
-    MemoryReference,
+    StorageReference,
     is_only_in_python,
-    owners_of_memory,
     storage_key,
+    storage_owner_count,
     storage_reference,
     version_of,
+    version_witness,
     with_counter_of,
-    without_memory,
 )
 from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.byte_counter import ByteCounter
@@ -87,7 +87,7 @@ class SavedStorage:
         # Tensors that were handed to backward and share memory with later readers.
         self._handed_out: list[Tensor] = []
         # The original memory of a moved storage; expired once all other holders have released it.
-        self._original: MemoryReference | None = None
+        self._original: StorageReference | None = None
         self._readers: list[weakref.ref[SavedTensor]] = []
         # Functions that stop counting restored bytes.
         self._stop_counting: list[Callable[[], object]] = []
@@ -168,7 +168,7 @@ class SavedStorage:
         own = self._aliases(tensor, [reader])
         if not all(is_only_in_python(other) for other in own):
             return False
-        if owners_of_memory(tensor) != 1 + len(own):
+        if storage_owner_count(tensor) != 1 + len(own):
             return False
         if not self._has_left_device:
             self._charge(-self.span.nbytes)
@@ -242,7 +242,7 @@ class SavedStorage:
         """Drop the references to the saved tensor's memory, except for the bytes to move."""
         witness = self.witness
         self._on_device, self._original = on_device, storage_reference(witness)
-        self._witness = without_memory(witness)
+        self._witness = version_witness(witness)
 
     def _start_compression(self, on_device: Tensor, placement: Placement, gpu: Gpu) -> bool:
         """Start compression on a GPU, and the copy of its result to the tier."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core._compat import LiveBytes, storage_key, without_storage
+from lightning_dlres.core._compat import LiveBytes, fake_tensor_mode, storage_key
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of, unflatten
 from lightning_dlres.pipeline.stage.stage import inplace_safe_aliases
 
@@ -108,7 +108,7 @@ def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, i
     device, saved, live = call.device, SavedTensorBytes(), LiveBytes()
     # Memo of `deepcopy`: it replaces the module's tensors, given by their id, with FakeTensors.
     fakes: dict[int, Any] = {}
-    with without_storage() as mode:
+    with fake_tensor_mode() as mode:
         for tensor in (*call.module.parameters(), *call.module.buffers()):
             fakes[id(tensor)] = _as_parameter_like(tensor, _empty_like(tensor, device))
     # Outside of the mode: tensors in plain attributes of a layer are copied with their values.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core._compat import copy_hooks, recurrent_weights_released
+from lightning_dlres.core._compat import recurrent_weights_released, share_gradient_hooks
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.stage.remote_parameters import class_on_holder
 
@@ -23,7 +23,7 @@ def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
     replacement.__dict__.update(parameter.__dict__)
     # Only these types can require a gradient, and so have gradient hooks.
     if replacement.is_floating_point() or replacement.is_complex():
-        copy_hooks(parameter, replacement)
+        share_gradient_hooks(parameter, replacement)
     # The gradient belongs to the old data, on the old device.
     parameter.grad = None
     try:

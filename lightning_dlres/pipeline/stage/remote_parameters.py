@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_dlres.core._compat import without_subclasses
+from lightning_dlres.core._compat import torch_function_disabled
 from lightning_dlres.core.errors import UnsupportedStepError
 
 # Operations that need no check, because they take one tensor and read no values. They are the most
@@ -95,7 +95,7 @@ def _checked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         UnsupportedStepError: If the operation needs the values of a remote tensor.
     """
     # Otherwise the calls below would enter `__torch_function__` again, in an endless recursion.
-    with without_subclasses():
+    with torch_function_disabled():
         name = getattr(function, "__name__", "?")
         if name in _UNCHECKED:
             return _as_remote(function(*args, **kwargs))
