@@ -1,4 +1,4 @@
-"""Trial of a plan: it is used only if its steps are shorter than those with torch's all-reduce."""
+"""Trial of a plan beside torch's all-reduce: the times of steps with each of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_dlres.gradsync.profile.reduce_times import all_reduce
 _WARM_UP_PAIRS, _PAIRS = 1, 5
 
 
-def tried_plan(
+def measure_trial(
     session: SyncSession,
     plan: SyncPlan,
     codecs: Mapping[str, GradientCodec],

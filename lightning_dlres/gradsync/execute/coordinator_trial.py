@@ -17,15 +17,15 @@ from lightning_dlres.gradsync.plan.measured_steps import choose_coordinator
 from lightning_dlres.gradsync.plan.plan import SyncPlan
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 
-# Values of `coordinator` that are tried. "always" is not: it asks the coordinator in every step,
-# and sends the payloads in the same order as "replay".
-_TRIED = ("none", "replay")
-# Unmeasured steps, in which connections are made, and the messages are recorded that "replay"
-# repeats. Measured steps.
+# Values of `coordinator` whose steps are measured. "always" is not measured: it sends the payloads
+# in the same order as "replay", and also asks the coordinator in every step.
+_CANDIDATES = ("none", "replay")
+# Number of unmeasured steps, and of measured ones after them. In the first, connections are made,
+# and "replay" records the messages that it repeats later.
 _WARM_UP_STEPS, _STEPS = 2, 4
 
 
-def tried_coordinator(
+def choose_coordinator_by_trial(
     plan: SyncPlan,
     codecs: Mapping[str, GradientCodec],
     device: torch.device,
@@ -35,10 +35,11 @@ def tried_coordinator(
     group: dist.ProcessGroup | None = None,
     transport: str = "gloo",
 ) -> str:
-    """Run steps without and with a coordinator, and return "none" or "replay"; called by all ranks.
+    """Measure steps without and with a coordinator, and return the value of `coordinator` to use.
 
-    "replay" must gain more than `COORDINATOR_GAIN`. Messages between only two ranks cannot collide,
-    so two ranks get "none" without a trial.
+    All ranks call it together and get the same value: "none" or "replay". "replay" must gain more
+    than `COORDINATOR_GAIN`. Messages between only two ranks cannot collide, so two ranks get "none"
+    without a trial.
 
     Args:
         plan: Plan to try.
@@ -55,7 +56,7 @@ def tried_coordinator(
     if plan.world_size < 3:
         return "none"
     seconds = {}
-    for coordinator in _TRIED:
+    for coordinator in _CANDIDATES:
         session = SyncSession(
             timeout=timeout,
             check=check,

@@ -14,9 +14,9 @@ from lightning_dlres.gradsync.execute.coordination import CoordinatorLink, Learn
 from lightning_dlres.gradsync.execute.unit_run import UnitRun
 from lightning_dlres.gradsync.plan.graph import Part
 from lightning_dlres.gradsync.plan.transmissions import (
-    FOLLOWING_SECONDS,
+    COALESCE_BYTES,
+    COALESCE_SECONDS,
     MESSAGE_BYTES,
-    WAITING_BYTES,
     Entry,
     Transfer,
     Transmission,
@@ -67,9 +67,10 @@ def sizes_of(sends: Sequence[ReadySend]) -> dict[str, int]:
 class WaitingSends:
     """Ready payloads that the thread of compute tasks has not yet given to the thread of transfers.
 
-    The first payload to a rank never waits. For `FOLLOWING_SECONDS` after it, further ones to this
-    rank wait for more of them while there are other tasks: the link is busy, and every message
-    costs processor time on both sides.
+    The first payload to a rank never waits. Payloads that become ready within `COALESCE_SECONDS`
+    after a message to the rank wait for more of them, while there are other tasks and the payloads
+    have fewer than `COALESCE_BYTES`.
+    The link is busy then, and every message costs processor time on both sides.
 
     Args:
         now: Function that returns the time in seconds.
@@ -95,13 +96,13 @@ class WaitingSends:
         """Return True if the payloads to some rank must not wait any longer."""
         now = self._now()
         return any(
-            nbytes >= WAITING_BYTES or now >= self._due_times[destination]
+            nbytes >= COALESCE_BYTES or now >= self._due_times[destination]
             for destination, nbytes in self._bytes.items()
         )
 
     def take(self) -> list[ReadySend]:
         """Remove and return the payloads to all ranks, in the order of `add`."""
-        until = self._now() + FOLLOWING_SECONDS
+        until = self._now() + COALESCE_SECONDS
         for destination in self._bytes:
             self._due_times[destination] = until
         items, self.items = self.items, []

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_dlres.core.host.identity import host_identity
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.carried_states import carried_states
-from lightning_dlres.gradsync.execute.coordinator_trial import tried_coordinator
+from lightning_dlres.gradsync.execute.coordinator_trial import choose_coordinator_by_trial
 from lightning_dlres.gradsync.execute.planning import AUTO
 from lightning_dlres.gradsync.execute.saved_states import (
     continue_states,
@@ -209,7 +209,7 @@ class PlannedSync:
     def _start(self, session: SyncSession, plan: SyncPlan, step: int) -> None:
         coordinator, codecs = self._coordinator, self._planner.codecs
         if coordinator == AUTO:
-            coordinator = tried_coordinator(
+            coordinator = choose_coordinator_by_trial(
                 plan,
                 codecs,
                 self._device,

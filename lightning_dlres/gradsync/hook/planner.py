@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.gradsync.execute.all_reduce_trial import tried_plan
+from lightning_dlres.gradsync.execute.all_reduce_trial import measure_trial
 from lightning_dlres.gradsync.execute.planning import (
     AUTO,
     SyncPlanningOptions,
@@ -167,7 +167,7 @@ class HookPlanner:
         """
         options = self._options(device, element_bytes)
         decision = plan_synchronisation(gradients, self.codecs, session.mailbox, options)
-        self._follow(self._tried(decision, session, options))
+        self._follow(self._confirmed_by_trial(decision, session, options))
 
     def make_again(
         self,
@@ -202,20 +202,20 @@ class HookPlanner:
         )
         self._costs = decision.costs
         if decision.plan != plan:
-            decision = self._tried(decision, session, options)
+            decision = self._confirmed_by_trial(decision, session, options)
         change = change_of_plan(step, self.algorithm, plan, current, decision, self.codecs)
         if change is not None:
             self._follow(decision)
         return change
 
-    def _tried(
+    def _confirmed_by_trial(
         self, decision: SyncDecision, session: SyncSession, options: SyncPlanningOptions
     ) -> SyncDecision:
         """Return the decision, or one for torch's all-reduce if a trial shows that it is faster."""
         if decision.plan is None or not decision.needs_trial:
             return decision
         plan = over_hosts(decision.plan, self.hosts)
-        trial = tried_plan(session, plan, self.codecs, options.device, options.element_bytes)
+        trial = measure_trial(session, plan, self.codecs, options.device, options.element_bytes)
         return decision.after_trial(trial, MARGIN)
 
     def _may_continue(

@@ -11,15 +11,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-# Size in bytes from which a message takes no more transfers. Small enough that a rank decodes one
-# message while the next one is on its way; large enough that the fixed time per message is
-# negligible.
+# Size in bytes at which a message takes no more transfers. It is so small that a rank decodes one
+# message while the next one is on its way, and so large that the fixed time per message does not
+# matter.
 MESSAGE_BYTES = 256 << 10
-# Without a coordinator: seconds after a message to a rank in which further payloads to that rank
-# may wait, to share a message. A slow link is still busy then; on a fast one, the time is short.
-FOLLOWING_SECONDS = 0.003
-# Without a coordinator: payloads that wait for one rank are sent when they have this many bytes.
-WAITING_BYTES = 128 << 10
+# Time window after a message to a rank, in seconds. Without a coordinator, further payloads to that
+# rank wait until its end, so that they share one message. They delay nothing on a slow link, which
+# is still busy, and little on a fast one.
+COALESCE_SECONDS = 0.003
+# Size in bytes at which payloads that wait for one rank are sent before the end of that window.
+COALESCE_BYTES = 128 << 10
 
 
 # Step, number of the unit, and number of the `Part`.

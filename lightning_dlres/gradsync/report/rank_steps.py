@@ -1,12 +1,13 @@
 """Figures of the steps of one rank, made from its spans.
 
-A step ends with a backward that synchronises gradients, so that several backwards whose gradients
-are accumulated belong to one step. These spans are needed:
+A step ends with a backward that synchronises gradients. Backwards that only accumulate gradients
+belong to the step that follows. The figures need these spans:
 
-- `WAIT`, from the last bucket's readiness until all gradients are means. It has the number of the
-  step. This is the *exposed* time of synchronisation: backward computes nothing more in it, and the
-  optimizer cannot begin.
-- "encode", "merge" and "decode" of category "compute". A span may cover several tasks.
+- `WAIT`, with the number of the step. It begins when the last bucket of gradients is ready, and
+  ends when the rank has the means of all gradients. It is the *exposed* time of synchronisation:
+  backward has nothing left to compute, and the optimizer cannot begin.
+- `BACKWARD`, the backward that synchronises gradients. It has the same end as `WAIT`.
+- "encode", "merge" and "decode" of category "compute". One span may cover several tasks.
 - "send" and "receive" of category "transfer", one for each message, with its bytes and its step.
 """
 
@@ -33,16 +34,16 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """One step on one rank. Times are nanoseconds of the spans' clock.
+    """One step on one rank. Times are in nanoseconds, on the clock of the spans.
 
     Attributes:
         step: Number of the step.
         start_ns: Start of the backward that synchronised the gradients.
         ready_ns: Time at which the last bucket of gradients was ready.
-        end_ns: Time at which all gradients were means.
+        end_ns: Time at which the rank had the means of all gradients.
         tasks: Spans of all tasks, in the order of their starts.
-        residual_norm: Norm of the residuals relative to that of the gradient, as last measured;
-            None if it was not.
+        residual_norm: Norm of the residuals divided by that of the gradient, as last measured; None
+            if it has not been measured.
     """
 
     step: int
@@ -54,14 +55,14 @@ class RankStep:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time of synchronisation that did not overlap with backward."""
+        """Seconds of synchronisation that did not overlap with backward."""
         return (self.end_ns - self.ready_ns) / 1e9
 
     @property
     def exposed_compute_seconds(self) -> float:
-        """Part of the exposed time in which a compute task ran on this rank.
+        """Seconds of the exposed time in which a compute task ran on this rank.
 
-        In the rest, the rank waited for messages.
+        In the rest of the exposed time, the rank waited for messages.
         """
         computing = [(s.start_ns, s.end_ns) for s in self.tasks if s.name in COMPUTE_TASKS]
         return covered_seconds(computing, (self.ready_ns, self.end_ns))
@@ -73,7 +74,7 @@ class RankStep:
 
     @property
     def raw_sent_bytes(self) -> int:
-        """Bytes of the sent gradients without compression."""
+        """Bytes that the sent payloads would have without compression."""
         return self._total("send", "raw_nbytes")
 
     @property
@@ -82,7 +83,7 @@ class RankStep:
         return self._total("receive", "nbytes")
 
     def task_seconds(self, name: str) -> float:
-        """Return the time that the tasks of a kind took."""
+        """Return the seconds of the tasks with a name, one of `TASKS`."""
         return sum(span.seconds for span in self.tasks if span.name == name)
 
     def _total(self, name: str, argument: str) -> int:
@@ -95,7 +96,7 @@ def rank_steps(spans: Iterable[Span], *, is_truncated: bool = False) -> list[Ran
     Args:
         spans: Spans of the rank.
         is_truncated: True if older spans were dropped. The first step is then left out, because
-            spans of it may be missing.
+            some of its spans may be missing.
     """
     spans = list(spans)
     waits = sorted((s for s in spans if s.name == WAIT), key=lambda s: s.end_ns)
@@ -127,16 +128,18 @@ def rank_steps(spans: Iterable[Span], *, is_truncated: bool = False) -> list[Ran
 
 
 def metrics(steps: Sequence[RankStep]) -> dict[str, float]:
-    """Return the mean figures of some steps of one rank, by name; empty without steps.
+    """Return the figures of one rank as means over some steps, by name; empty without steps.
 
-    - "wire_mb": payloads that a step sends and receives, in 10**6 bytes.
-    - "ratio": size of the sent gradients without compression over that of their payloads.
-    - "encode_ms", "merge_ms", "decode_ms": time of these tasks.
-    - "transfer_ms": work of the threads that send and receive. The time of a message on the link is
-      not in it, because one rank cannot measure it.
-    - "exposed_ms": time that a step waits for synchronisation after its backward.
+    - "wire_mb": payloads that the rank sends and receives in a step, in 10**6 bytes.
+    - "ratio": `compression_ratio` of all steps.
+    - "encode_ms", "merge_ms", "decode_ms": time of these tasks in a step.
+    - "transfer_ms": work of the threads that send and receive, in a step. It excludes the time of a
+      message on the link, which one rank alone cannot measure.
+    - "exposed_ms": exposed time of synchronisation in a step.
     - "wait_ms": part of the exposed time in which this rank waits for messages.
-    - "residual_norm": norm of the residuals relative to that of the gradient, as last measured.
+    - "residual_norm": `RankStep.residual_norm` of the last step, if it has been measured.
+
+    Steps without tasks have no figure but "exposed_ms" and "residual_norm".
     """
     if not steps:
         return {}
@@ -160,13 +163,18 @@ def metrics(steps: Sequence[RankStep]) -> dict[str, float]:
 
 
 def compression_ratio(steps: Sequence[RankStep]) -> float | None:
-    """Return the bytes of sent gradients over those of their payloads; None if none was sent."""
+    """Return the uncompressed size of the sent payloads divided by their size; None without any."""
     sent = sum(step.sent_bytes for step in steps)
     return sum(step.raw_sent_bytes for step in steps) / sent if sent else None
 
 
 def covered_seconds(intervals: Iterable[Interval], bounds: Interval | None = None) -> float:
-    """Return the seconds that at least one of some intervals in ns covers, within bounds."""
+    """Return the length of the union of intervals, in seconds.
+
+    Args:
+        intervals: Intervals in nanoseconds; they may overlap.
+        bounds: Only the parts of the intervals within these bounds count; None for no bounds.
+    """
     total, reached = 0, bounds[0] if bounds is not None else None
     for start, end in sorted(intervals):
         if bounds is not None:

@@ -1,5 +1,8 @@
-"""A message that is broken, or that no plan expects, ends the work with an error that names its
-sender. No other rank is needed: the test hands messages to the subscribers of a mailbox."""
+"""Tests of broken messages: they end the work of a rank with an error that names the sender.
+
+Only one rank runs. The tests hand messages to the subscribers of its mailbox, in the place of the
+other rank.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ SPECS = [GradientSpec(name="a", count=100), GradientSpec(name="b", count=5000)]
 
 
 @dataclass
-class LonelyMailbox:
+class LoneMailbox:
     """Mailbox of a rank whose peers exist only as the messages that a test hands over."""
 
     rank: int
@@ -55,11 +58,11 @@ class LonelyMailbox:
 
 
 @dataclass
-class Lonely:
-    """One rank with its mailbox."""
+class LoneRank:
+    """Synchroniser of rank `mailbox.rank`, and its mailbox; the other rank does not run."""
 
     sync: GradientSynchroniser
-    mailbox: LonelyMailbox
+    mailbox: LoneMailbox
     errors: list[BaseException | None] = field(default_factory=list)
 
     def start(self, step: int = 0) -> None:
@@ -71,10 +74,10 @@ class Lonely:
 
 
 @contextmanager
-def lonely(
+def lone_rank(
     rank: int = 0, *, topology: str = "ps", coordinator: int | None = None
-) -> Iterator[Lonely]:
-    """Context manager for one of two ranks; both units belong to rank 0."""
+) -> Iterator[LoneRank]:
+    """Context manager for one of two ranks, without the other one; both units belong to rank 0."""
     plan = make_plan(
         SPECS,
         [CodecChoice(codec=codec, partitions=1) for codec in (RAW, "tbq")],
@@ -83,13 +86,13 @@ def lonely(
         alignment=4096,
         shares=[1.0, 0.0],
     )
-    mailbox = LonelyMailbox(rank, 2)
+    mailbox = LoneMailbox(rank, 2)
     real = cast(Mailbox, mailbox)
     link = None if coordinator is None else CoordinatorLink(real, coordinator)
     sync = GradientSynchroniser(
         plan, {"tbq": ThresholdQuantisation()}, real, Tracer(), coordinator=link
     )
-    yield Lonely(sync, mailbox)
+    yield LoneRank(sync, mailbox)
     sync.close()
 
 
@@ -99,12 +102,12 @@ def zeros(nbytes: int) -> Tensor:
 
 # Messages to rank 0, which expects 400 bytes of unit 0 and 1256 bytes of unit 1.
 BROKEN = {
-    "no tree of ours": "hello",
-    "no row": None,
-    "too short a row": [0, []],
-    "no step": ["0", [[0, 0, 400]], zeros(400)],
+    "a text": "hello",
+    "nothing": None,
+    "too short a list": [0, []],
+    "a text as step": ["0", [[0, 0, 400]], zeros(400)],
     "a negative step": [-1, [[0, 0, 400]], zeros(400)],
-    "a step that is a truth value": [True, [[0, 0, 400]], zeros(400)],
+    "a bool as step": [True, [[0, 0, 400]], zeros(400)],
     "a huge step": [1 << 80, [[0, 0, 400, 1]], zeros(400)],
     "a negative unit": [0, [[-1, 0, 400]], zeros(400)],
     "an unknown unit": [0, [[7, 0, 400]], zeros(400)],
@@ -115,8 +118,8 @@ BROKEN = {
     "a truncated payload": [0, [[0, 0, 400]], zeros(399)],
     "a longer payload": [0, [[0, 0, 400]], zeros(401)],
     "a truncated second payload": [0, [[0, 0, 400], [1, 0, 1256]], zeros(1000)],
-    "no entry": [0, [], zeros(400)],
-    "no entries": [0, None, zeros(400)],
+    "an empty list of entries": [0, [], zeros(400)],
+    "no list of entries": [0, None, zeros(400)],
     "a wrong dtype": [0, [[0, 0, 400]], torch.zeros(400)],
     "a matrix": [0, [[0, 0, 400]], zeros(400).view(20, 20)],
     "no payload": [0, [[0, 0, 400]], None],
@@ -127,8 +130,8 @@ BROKEN = {
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_broken_message_ends_the_work(content: Any, is_early: bool) -> None:
-    """It may arrive before its unit is started."""
-    with lonely() as rank:
+    """If `is_early`, the message arrives before the step has begun."""
+    with lone_rank() as rank:
         if not is_early:
             rank.start()
         rank.hand_over(content)
@@ -143,7 +146,7 @@ def test_a_broken_message_ends_the_work(content: Any, is_early: bool) -> None:
 
 
 def test_a_payload_of_a_finished_step_is_refused() -> None:
-    with lonely() as rank:
+    with lone_rank() as rank:
         for _ in range(2):
             content = [0, [[0, 0, 400], [1, 0, 1256]], zeros(1656)]
             rank.hand_over(content)
@@ -157,6 +160,7 @@ def test_a_payload_of_a_finished_step_is_refused() -> None:
 
 
 def contents() -> st.SearchStrategy[Any]:
+    """Return a strategy for contents of messages: any trees, and lists close to a valid content."""
     leaves = st.one_of(
         st.none(), st.booleans(), st.text(max_size=3), st.floats(), st.integers(-3, 2000)
     )
@@ -166,17 +170,17 @@ def contents() -> st.SearchStrategy[Any]:
         st.tuples(st.integers(-1, 3), st.integers(-1, 2), st.integers(-1, 1300)).map(list),
         max_size=3,
     )
-    nearly = st.tuples(st.integers(-1, 2), entries | trees, tensors | trees).map(list)
-    return trees | nearly
+    almost_valid = st.tuples(st.integers(-1, 2), entries | trees, tensors | trees).map(list)
+    return trees | almost_valid
 
 
 def is_expected(content: Any) -> bool:
-    """Return True for a message that the plan expects, for a step that has not begun."""
+    """Return True for a message that the plan expects, if its step has not begun."""
     sizes = {(0, 0): 400, (1, 0): 1256}
     try:
         step, entries, message = content
         keys = [(unit, part) for unit, part, _ in entries]
-        # All sizes are multiples of the alignment.
+        # A message holds its payloads without gaps: both sizes are multiples of its alignment of 8.
         return bool(
             type(step) is int
             and type(entries) is list
@@ -194,7 +198,7 @@ def is_expected(content: Any) -> bool:
 @example([1, [[0, 0, 0]], zeros(0)])
 @given(contents())
 def test_any_message_is_expected_or_names_its_sender(content: Any) -> None:
-    with lonely() as rank:
+    with lone_rank() as rank:
         rank.start()
         rank.hand_over(content)
         if rank.sync.failure is None and content[0]:
@@ -209,22 +213,22 @@ def test_any_message_is_expected_or_names_its_sender(content: Any) -> None:
 
 
 REPORTS = {
-    "no tree of ours": 3,
+    "a number": 3,
     "an unknown kind": ["wrong", [[1, 0]]],
-    "no kind": [["ready"], [[0, 0, 0, 0, 400]]],
+    "a list as kind": [["ready"], [[0, 0, 0, 0, 400]]],
     "no rows": ["ready", []],
     "too short a row": ["ready", [[0, 0, 0, 400]]],
     "a negative size": ["ready", [[0, 0, 0, 0, -400]]],
     "an unknown destination": ["ready", [[2, 0, 0, 0, 400]]],
     "a destination that is the sender": ["ready", [[1, 0, 0, 0, 400]]],
-    "an arrival from nobody": ["arrived", [[9, 1]]],
+    "an arrival from an unknown rank": ["arrived", [[9, 1]]],
     "no step": ["learned", [[None]]],
 }
 
 
 @pytest.mark.parametrize("content", REPORTS.values(), ids=REPORTS)
 def test_a_broken_report_ends_the_work_of_the_coordinator(content: Any) -> None:
-    with lonely(coordinator=0) as rank:
+    with lone_rank(coordinator=0) as rank:
         rank.start()
         rank.hand_over(content, Channel.SYNC_REPORT)
         assert isinstance(rank.sync.failure, ProtocolError)
@@ -232,8 +236,8 @@ def test_a_broken_report_ends_the_work_of_the_coordinator(content: Any) -> None:
 
 
 PLANS = {
-    "no tree of ours": "plan",
-    "no truth value": [0, [[0, 1, [[0, 0, 0]]]]],
+    "a text": "plan",
+    "a number instead of a bool": [0, [[0, 1, [[0, 0, 0]]]]],
     "no rows": [False, None],
     "an unknown rank": [False, [[0, 5, [[0, 0, 0]]]]],
     "no entries": [False, [[0, 1, []]]],
@@ -245,7 +249,7 @@ PLANS = {
 
 @pytest.mark.parametrize("content", PLANS.values(), ids=PLANS)
 def test_a_broken_plan_ends_the_work(content: Any) -> None:
-    with lonely(coordinator=1) as rank:
+    with lone_rank(coordinator=1) as rank:
         rank.start()
         rank.hand_over(content, Channel.SYNC_PLAN)
         wait_until(lambda: rank.errors, "the work has ended")
@@ -257,7 +261,7 @@ def test_a_broken_plan_ends_the_work(content: Any) -> None:
     "channel", [Channel.GRADIENT_SYNC, Channel.SYNC_REPORT], ids=["payloads", "reports"]
 )
 def test_a_closed_connection_names_the_peer(channel: Channel) -> None:
-    with lonely(coordinator=0) as rank:
+    with lone_rank(coordinator=0) as rank:
         rank.start()
         rank.mailbox.handlers[1, channel](RuntimeError("connection closed by peer"))
         assert isinstance(rank.sync.failure, PeerLostError)

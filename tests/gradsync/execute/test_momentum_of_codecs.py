@@ -20,7 +20,7 @@ STEPS = 4
 
 
 def train(context: RankContext, options: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """Return the means of gradients that are equal on all ranks."""
+    """Synchronise gradients that are equal on all ranks; return the means of each step."""
     context.init_process_group()
     model = LinearLoss()
     state = GradientSyncState(
@@ -43,7 +43,10 @@ def train(context: RankContext, options: dict[str, Any]) -> list[dict[str, Tenso
 def test_every_rank_transforms_its_gradient(
     pool: RankPool, options: dict[str, Any], world_size: int
 ) -> None:
-    """Each mean is that of one rank's decoded gradients, whichever rank merges."""
+    """All ranks have equal gradients, so one local codec predicts the mean, whichever rank merges.
+
+    The rank that merges must also encode its own gradient: momentum changes it.
+    """
     options = {"ratio": 0.05, **options}
     ranks = pool.run(train, world_size, options)
     codec = DGC(**options)

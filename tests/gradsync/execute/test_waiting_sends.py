@@ -11,15 +11,15 @@ import torch
 from lightning_dlres.gradsync.execute import transmitters
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.transmitters import (
-    FOLLOWING_SECONDS,
-    WAITING_BYTES,
+    COALESCE_BYTES,
+    COALESCE_SECONDS,
     ReadySend,
     WaitingSends,
 )
 from lightning_dlres.gradsync.execute.unit_run import StepOptions, UnitRun, UnitTasks
 from lightning_dlres.gradsync.plan.graph import parameter_server
 from lightning_dlres.gradsync.plan.units import SyncUnit
-from tests.gradsync.execute.test_broken_messages import lonely
+from tests.gradsync.execute.test_broken_messages import lone_rank
 from tests.support.waiting import wait_until
 
 
@@ -69,15 +69,15 @@ def test_payloads_wait_up_to_a_time_or_a_size() -> None:
     sends = WaitingSends(clock)
     sends.add(send(0, 400))
     sends.take()
-    sends.add(send(0, WAITING_BYTES // 2))
+    sends.add(send(0, COALESCE_BYTES // 2))
     assert not sends.is_due()
-    sends.add(send(0, WAITING_BYTES // 2))
+    sends.add(send(0, COALESCE_BYTES // 2))
     assert sends.is_due()
     assert len(sends.take()) == 2
     sends.add(send(0, 400))
-    clock.now += FOLLOWING_SECONDS / 2
+    clock.now += COALESCE_SECONDS / 2
     assert not sends.is_due()
-    clock.now += FOLLOWING_SECONDS
+    clock.now += COALESCE_SECONDS
     assert sends.is_due()
 
 
@@ -99,8 +99,8 @@ class LateEntry(queue.SimpleQueue[Any]):
 
 def test_payloads_do_not_wait_for_an_entry_without_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     # A payload behind another one then leaves only when the queue is empty.
-    monkeypatch.setattr(transmitters, "FOLLOWING_SECONDS", 1e6)
-    with lonely(rank=1) as rank:
+    monkeypatch.setattr(transmitters, "COALESCE_SECONDS", 1e6)
+    with lone_rank(rank=1) as rank:
         executor = rank.sync._executor
         first_queue, executor._computes = executor._computes, LateEntry()
         # The compute thread waits for the first queue. An entry lets it go on to the other one.

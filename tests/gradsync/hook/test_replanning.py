@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlres.codecs.gradient import RESIDUAL
 from lightning_dlres.gradsync.execute import planning
-from lightning_dlres.gradsync.execute.all_reduce_trial import tried_plan
+from lightning_dlres.gradsync.execute.all_reduce_trial import measure_trial
 from lightning_dlres.gradsync.hook import planned_sync, planner
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
@@ -79,9 +79,9 @@ class VirtualNetwork:
         return sync_costs(speeds, codecs, message_seconds=1e-6, all_reduce=reduce)
 
     def try_plan(self, *args: Any) -> StepTrial:
-        """Take the place of `tried_plan`; the plan is as fast as predicted."""
+        """Take the place of `measure_trial`; the plan is as fast as predicted."""
         if self.also_measures:
-            tried_plan(*args)
+            measure_trial(*args)
         return StepTrial(plan_seconds=1.0, all_reduce_seconds=2.0)
 
     @contextmanager
@@ -98,7 +98,7 @@ class VirtualNetwork:
         detector = functools.partial(DriftDetector, window=WINDOW, skip=SKIP)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(planning, "measure_costs", self.measure)
-            patch.setattr(planner, "tried_plan", self.try_plan)
+            patch.setattr(planner, "measure_trial", self.try_plan)
             patch.setattr(
                 planned_sync, "DriftWatch", lambda: VirtualWatch(detector(), first_pause=PAUSE)
             )

@@ -24,8 +24,8 @@ from lightning_dlres.gradsync.plan.plan import SyncPlan
 from lightning_dlres.gradsync.plan.simulation import sending
 from lightning_dlres.gradsync.plan.simulation.result import SimulatedSpan, SimulatedSync
 from lightning_dlres.gradsync.plan.simulation.sending import (
-    FOLLOWING_SECONDS,
-    WAITING_BYTES,
+    COALESCE_BYTES,
+    COALESCE_SECONDS,
     CoordinatorCosts,
     HeldTransfers,
     direct_messages,
@@ -344,7 +344,7 @@ def test_twice_the_times_take_twice_as_long(step: SimulatedStep, coordinator: An
     )
     expected = [2 * time for time in simulate(step, coordinator=coordinator).finish]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sending, "FOLLOWING_SECONDS", 2 * sending.FOLLOWING_SECONDS)
+        patch.setattr(sending, "COALESCE_SECONDS", 2 * sending.COALESCE_SECONDS)
         assert list(simulate(slow, coordinator=coordinator).finish) == expected
 
 
@@ -410,8 +410,8 @@ def _ready_send(transfer: Transfer) -> ReadySend:
     st.lists(
         st.tuples(
             st.integers(1, 3),
-            st.sampled_from([10, WAITING_BYTES // 2, WAITING_BYTES]),
-            st.sampled_from([0.0, FOLLOWING_SECONDS / 2, FOLLOWING_SECONDS]),
+            st.sampled_from([10, COALESCE_BYTES // 2, COALESCE_BYTES]),
+            st.sampled_from([0.0, COALESCE_SECONDS / 2, COALESCE_SECONDS]),
             st.booleans(),
         ),
         max_size=12,

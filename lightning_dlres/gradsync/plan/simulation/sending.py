@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from lightning_dlres.gradsync.plan.simulation.clock import VirtualClock
 from lightning_dlres.gradsync.plan.simulation.links import MessageInFlight
 from lightning_dlres.gradsync.plan.transmissions import (
-    FOLLOWING_SECONDS,
+    COALESCE_BYTES,
+    COALESCE_SECONDS,
     MESSAGE_BYTES,
-    WAITING_BYTES,
     Entry,
     Transfer,
     Transmission,
@@ -45,8 +45,9 @@ class CoordinatorCosts:
 class HeldTransfers:
     """Ready payloads that a rank's compute thread has not yet given to its thread of transfers.
 
-    The first payload to a rank never waits. Those that follow it within `FOLLOWING_SECONDS` wait
-    for more of them, while there are other tasks and they have fewer than `WAITING_BYTES`.
+    The first payload to a rank never waits. Payloads that become ready within `COALESCE_SECONDS`
+    after a message to the rank wait for more of them, while there are other tasks and the payloads
+    have fewer than `COALESCE_BYTES`.
 
     Attributes:
         items: The payloads.
@@ -70,13 +71,13 @@ class HeldTransfers:
     def is_due(self, now: float) -> bool:
         """Return True if the payloads must not wait any longer."""
         return any(
-            nbytes >= WAITING_BYTES or now >= self._due_times.get(destination, -math.inf)
+            nbytes >= COALESCE_BYTES or now >= self._due_times.get(destination, -math.inf)
             for destination, nbytes in self._bytes.items()
         )
 
     def take(self, now: float) -> list[Transfer]:
         """Remove and return all payloads."""
-        self._due_times.update(dict.fromkeys(self._bytes, now + FOLLOWING_SECONDS))
+        self._due_times.update(dict.fromkeys(self._bytes, now + COALESCE_SECONDS))
         items, self.items = self.items, []
         self._bytes.clear()
         return items
