@@ -21,7 +21,7 @@ def whole_number(name: str, value: object, fix: str, least: int = 1) -> int:
     """Return the value, which must be a whole number of at least `least`.
 
     Args:
-        name: Argument, for the error.
+        name: Name of the argument, for the error.
         value: Value of the argument.
         fix: Value to use instead, for the error.
         least: Smallest allowed value.
@@ -38,7 +38,7 @@ def finite(name: str, value: object, fix: str, *, least: float = 0.0, above: boo
     """Return the value, which must be a finite number of at least `least`.
 
     Args:
-        name: Argument, for the error.
+        name: Name of the argument, for the error.
         value: Value of the argument.
         fix: Value to use instead, for the error.
         least: Smallest allowed value.
@@ -111,7 +111,7 @@ def instance(name: str, value: object, kinds: tuple[type, ...], rule: str, fix: 
     """Raise unless a value is of one of the types.
 
     Args:
-        name: Argument, for the error.
+        name: Name of the argument, for the error.
         value: Value of the argument.
         kinds: Allowed types.
         rule: Description of the allowed types, for the error.

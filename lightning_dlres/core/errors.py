@@ -1,6 +1,7 @@
 """Errors of this package, one class per cause, such as a wrong argument or a lost peer.
 
-Each message names the rule, the value or event that breaks it, and a fix.
+The message of a `ConfigError` names the rule, the value that breaks it, and a fix. The messages of
+the other errors name what happened and where. They name a fix if there is a likely one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ class DlresError(Exception):
 
 
 class ConfigError(DlresError, ValueError):
-    """An argument, a plan or a model is invalid; raised before the step that would use it."""
+    """User input is invalid: an argument, a file, a plan, a model, a data set or a batch."""
 
 
 class UnsupportedStepError(DlresError, RuntimeError):
@@ -19,7 +20,7 @@ class UnsupportedStepError(DlresError, RuntimeError):
 
 
 class PeerError(DlresError, RuntimeError):
-    """Another process failed or misbehaved; the message names it."""
+    """Another process or a storage failed or sent bad data; the message names it if known."""
 
 
 class PeerTimeoutError(PeerError, TimeoutError):
@@ -31,11 +32,18 @@ class PeerLostError(PeerError):
 
 
 class ProtocolError(PeerError):
-    """A peer sent bytes that break the protocol."""
+    """Bytes do not have the form that the protocol or a codec prescribes.
+
+    A peer sent them, or they were read or compressed on this rank. The error is also raised for a
+    tensor that cannot be sent, because it has no plain bytes.
+    """
 
 
 class StorageError(PeerError):
-    """A sample cannot be read; the message names its storage and its key."""
+    """A sample cannot be read from a local file, a URL or a storage node.
+
+    The message names the sample. If several samples are read at once, it may name only the first.
+    """
 
 
 class BatchMismatchError(PeerError):
@@ -53,7 +61,7 @@ def got_expected(argument: str, got: object, expected: str, fix: str) -> str:
     Args:
         argument: Name of the argument.
         got: Its value.
-        expected: Rule for the value; follows "must be".
-        fix: Value that is valid; follows "Use".
+        expected: Rule for the value, as the words after "must be".
+        fix: Valid value, as the words after "Use".
     """
     return f"{argument} must be {expected}, got {got!r}. Use {fix}."

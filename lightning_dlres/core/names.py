@@ -1,4 +1,4 @@
-"""Rule for names that become parts of paths: no path may lead out of its directory."""
+"""Check of user-given names that become parts of paths, so that no path leaves its directory."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from collections.abc import Sequence
 
 from lightning_dlres.core.errors import ConfigError
 
-# Largest length in bytes. File systems allow 255, which must also hold an ending such as
+# Largest length of a name in bytes. File systems allow 255, which must also hold an ending such as
 # ".key_secret".
 _MAX_BYTES = 100
-# No separators, control characters, leading dots or leading dashes. A leading dash would look like
-# an option.
+# The pattern excludes separators, control characters, leading dots and leading dashes. A leading
+# dash would look like an option of a command.
 _NAME = re.compile(r"\w[\w.~+@=-]*")
 
 
 def path_part(argument: str, name: object, *, reserved: Sequence[str] = ()) -> str:
-    """Return the name, which must be usable as one part of a path.
+    """Return the name unchanged if it can be one part of a path.
 
     Args:
-        argument: Argument, for the error.
-        name: Name from the user.
-        reserved: Endings of files that lie beside the named one.
+        argument: Name of the checked argument, for the error.
+        name: Value of the argument, of any type.
+        reserved: Endings that the name must not have. Files with these endings lie beside the one
+            that is named, and another name must not mean one of them.
 
     Raises:
-        ConfigError: If the name is empty, too long, or has a reserved ending or other characters.
+        ConfigError: If the name is not a string, is empty or too long, ends with a reserved ending,
+            or has a character that is not allowed.
     """
     if isinstance(name, str) and _NAME.fullmatch(name) and not name.endswith(tuple(reserved)):
         if len(name.encode()) <= _MAX_BYTES:

@@ -31,15 +31,15 @@ BANNERS = {
 }
 
 
-def connect_raw(stack: ExitStack, endpoint: str) -> socket.socket:
+def connect_raw(stack: ExitStack, address: str) -> socket.socket:
     """Return a plain socket that is connected to "tcp://..." or "ipc://...", without ZeroMQ."""
-    kind, _, address = endpoint.partition("://")
+    kind, _, location = address.partition("://")
     if kind == "ipc":
         raw = socket.socket(socket.AF_UNIX)
         raw.settimeout(20)
-        raw.connect(address)
+        raw.connect(location)
     else:
-        host, _, port = address.rpartition(":")
+        host, _, port = location.rpartition(":")
         raw = socket.create_connection((host, int(port)), 20)
     return stack.enter_context(raw)
 

@@ -52,7 +52,7 @@ class TwoRanks:
 
     def connect(self, rank: int, other: int) -> None:
         """Connect the sending socket of a rank to the other rank."""
-        server = self.sockets[other].endpoint
+        server = self.sockets[other].address
         self.sockets[rank].connect(other, server, TOKENS[rank], self.keys[other].public)
 
     def send(self, tree: object, *, channel: int = CHANNEL, number: int | None = None) -> None:

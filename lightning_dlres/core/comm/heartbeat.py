@@ -52,7 +52,7 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Data that a rank needs to join the watch. A process that has it is trusted.
 
     Attributes:
-        endpoint: ZeroMQ endpoint of the hub.
+        address: Address of the hub, such as "tcp://10.0.0.1:5555".
         names: Names of all ranks in errors and reports.
         token: Secret of the run, in every message.
         deadline: Seconds of silence after which the hub counts a rank as lost.
@@ -61,7 +61,7 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         client_secret: Secret CURVE key of the members; empty on a loopback address.
     """
 
-    endpoint: str
+    address: str
     names: list[str]
     token: bytes
     deadline: float
@@ -182,13 +182,13 @@ class WatchEndpoint(abc.ABC):
 
     Args:
         rank: This rank.
-        endpoint: Socket of this rank.
+        connection: Socket of this rank.
         peers: State of the ranks at the other ends: all others on the hub, the hub on a member.
         invitation: Invitation of the run.
     """
 
     def __init__(
-        self, rank: int, endpoint: Server | Client, peers: list[Peer], invitation: Invitation
+        self, rank: int, connection: Server | Client, peers: list[Peer], invitation: Invitation
     ) -> None:
         self.rank = rank
         self.peers = peers
@@ -202,11 +202,11 @@ class WatchEndpoint(abc.ABC):
         self._token = invitation.token
         # Counts and logs the messages that are refused: they do not belong to this run.
         self.refusals = (
-            endpoint.refusals if isinstance(endpoint, Server) else Refusals(_log.warning)
+            connection.refusals if isinstance(connection, Server) else Refusals(_log.warning)
         )
-        self.receive = endpoint.receive
-        self.interrupt = endpoint.interrupt
-        self.close = endpoint.close
+        self.receive = connection.receive
+        self.interrupt = connection.interrupt
+        self.close = connection.close
 
     @abc.abstractmethod
     def handle(self, message: Message, now: float) -> RankFailure | None:

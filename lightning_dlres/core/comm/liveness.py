@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 FLUSH_SECONDS = 1.0
 # Most characters of a failure's text that are sent. The text may hold a whole log.
 _MAX_TEXT_LENGTH = 64 << 10
-_LIMITS = SocketLimits(message_bytes=1 << 20, unread_bytes=64 << 20, connections=4096, queued=1000)
+_LIMITS = SocketLimits(frame_bytes=1 << 20, unread_bytes=64 << 20, connections=4096, queued=1000)
 
 
 class Watch:
@@ -168,7 +168,7 @@ class Watch:
         )
         server.refusals.log = _log.warning
         invitation = Invitation(
-            endpoint=server.endpoint,
+            address=server.address,
             names=list(names),
             token=secrets.token_bytes(32),
             deadline=deadline,
@@ -229,11 +229,11 @@ class Watch:
             keys = CurveKeys(decoded.client_public, decoded.client_secret)
         client = Client(
             identity(rank, decoded.token),
-            decoded.endpoint,
+            decoded.address,
             server=decoded.names[0],
             curve=keys,
             server_key=decoded.server_key or None,
-            max_message_bytes=_LIMITS.message_bytes,
+            max_frame_bytes=_LIMITS.frame_bytes,
             send_timeout=0.0,
             monitor=True,
         )

@@ -41,7 +41,7 @@ Key: TypeAlias = channel_ends.Key
 # A received message, or the error that ended the connection.
 Item: TypeAlias = channel_ends.Item
 
-# Pause between two calls of `check` while waiting.
+# Pause between two calls of `check` while waiting, in seconds.
 _POLL_SECONDS = 0.05
 # Seconds that `close` waits for the threads to end after a failure.
 FAILED_CLOSE_SECONDS = 0.5
@@ -55,22 +55,32 @@ class Channel(IntEnum):
     """Kind of a message. Messages of one kind between two ranks arrive in order.
 
     The number is gloo's tag. `SocketMailbox` sends it, too, so it must differ from its `Control`.
+
+    Attributes:
+        BATCH: Pipeline: batch that rank 0 has read, or signals for all ranks.
+        STEP: Pipeline: start of a pass, with the sizes of its micro-batches.
+        ACTIVATION: Pipeline: activations for the next stage.
+        GRADIENT: Pipeline: gradients of activations for the stage before.
+        OUTPUT: Pipeline: output of the pipelined module.
+        RECORD: Pipeline: loss and logs of a step.
+        STATE: Weights and optimizer states, also for checkpoints.
+        OBJECT: Any tree; only tests send it.
+        PROBE: Measurement of a pipeline's links.
+        GRADIENT_SYNC: Gradient synchronisation: payloads of gradients and of their sums.
+        SYNC_REPORT: Gradient synchronisation: report of a rank to the coordinator.
+        SYNC_PLAN: Gradient synchronisation: plan of the coordinator for a rank.
+        SYNC_PROBE: Gradient synchronisation: measurement of links, and exchange of measured times.
     """
 
-    # Pipeline: a batch, the start of a pass, data between stages, the output, loss and logs.
     BATCH = 11
     STEP = 12
     ACTIVATION = 13
     GRADIENT = 14
     OUTPUT = 15
     RECORD = 16
-    # Weights, and large trees for checkpoints.
     STATE = 17
-    # Anything else; only tests send it.
     OBJECT = 18
-    # Measurement of a pipeline's links.
     PROBE = 19
-    # Gradient synchronisation: payloads, reports to the coordinator and its plans, measurement.
     GRADIENT_SYNC = 20
     SYNC_REPORT = 21
     SYNC_PLAN = 22
@@ -175,6 +185,7 @@ class Mailbox:
         Raises:
             PeerLostError: If an earlier send to this rank failed.
             ConfigError: If the tree holds a value that cannot be sent.
+            ProtocolError: If a tensor in it is sparse, nested or quantized, or on the meta device.
         """
         self._sending_end(destination, channel).put(key, *payload.encode(tree, key))
 
@@ -244,8 +255,8 @@ class Mailbox:
                     sys.stderr.flush()
                 if time.monotonic() > deadline:
                     advice = (
-                        "Its user code may be stuck. If it is only slow, raise the strategy's "
-                        "timeout."
+                        f"The user code of {peer} may be stuck. If it is only slow, raise the "
+                        "strategy's timeout."
                     )
                     raise PeerTimeoutError(
                         f"{own_name} waited {self.timeout:g} s for {what} from {peer}, and no "
@@ -317,11 +328,13 @@ class Mailbox:
                 self._sending_end(rank, channel).put(key, header, copies)
 
     def close(self, orderly: bool) -> None:
-        """End the threads, after all messages were sent.
+        """Send the queued messages and a goodbye on every channel, and end the threads.
+
+        It waits for the threads until the deadline, and then abandons those that still run.
 
         Args:
-            orderly: True if all ranks close their mailbox now. False after a failure: a peer may be
-                gone, so threads that still wait for it are soon abandoned.
+            orderly: True if all ranks close their mailbox now; the deadline is `timeout`. False
+                after a failure: a peer may be gone, so the deadline is `FAILED_CLOSE_SECONDS`.
         """
         for sender in self._senders:
             sender.finish()

@@ -45,7 +45,7 @@ class RankAddress:
 
 
 def own_address(host_id: str) -> RankAddress:
-    """Return the addresses that this rank finds.
+    """Return this rank's own address and the main address, as this rank finds them.
 
     Args:
         host_id: Identity of this rank's host; see `host_identity`.
@@ -67,14 +67,14 @@ def listening_addresses(by_rank: Sequence[RankAddress]) -> list[str]:
     Raises:
         ConfigError: If other hosts cannot reach a rank; the message names it.
     """
-    if len({ours.host_id for ours in by_rank}) == 1:
+    if len({entry.host_id for entry in by_rank}) == 1:
         return [LOOPBACK] * len(by_rank)
     addresses = []
-    for rank, ours in enumerate(by_rank):
-        address = ours.own
+    for rank, entry in enumerate(by_rank):
+        address = entry.own
         if is_loopback(address):
             # This rank is on the main host. Take the main address as another host resolves it.
-            address = next((other.main for other in by_rank if other.host_id != ours.host_id), "")
+            address = next((other.main for other in by_rank if other.host_id != entry.host_id), "")
         if not address or is_loopback(address):
             raise ConfigError(
                 f"rank {rank} must have an address that other hosts can reach, got "
@@ -102,7 +102,11 @@ def _route_to(name: str) -> tuple[str, str]:
 
 
 def _address_of(interface: str) -> str:
-    """Return the IPv4 address of an interface, such as "eth0"."""
+    """Return the IPv4 address of an interface, such as "eth0".
+
+    Raises:
+        ConfigError: If there is no such interface, or it has no IPv4 address.
+    """
     try:
         import fcntl
 

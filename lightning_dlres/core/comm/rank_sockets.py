@@ -37,9 +37,7 @@ _log = logging.getLogger(__name__)
 
 # A frame may be a whole gradient, and a rank may send many of them before they are read. So the
 # limit of unread bytes holds only until a connection has shown the token of a rank.
-_LIMITS = SocketLimits(
-    message_bytes=1 << 34, unread_bytes=1 << 20, connections=4096, queued=1 << 20
-)
+_LIMITS = SocketLimits(frame_bytes=1 << 34, unread_bytes=1 << 20, connections=4096, queued=1 << 20)
 _TOKEN_BYTES = 16
 
 
@@ -91,12 +89,12 @@ class RankSockets(Server):
         # Ranks whose connections have closed since the last call of `closed_ranks`.
         self._closed_ranks: list[int] = []
 
-    def connect(self, rank: int, endpoint: str, token: bytes, server_key: bytes) -> None:
+    def connect(self, rank: int, address: str, token: bytes, server_key: bytes) -> None:
         """Connect to another rank, without waiting.
 
         Args:
             rank: The rank.
-            endpoint: Address at which it listens.
+            address: Address at which it listens.
             token: Token of this rank.
             server_key: Public key of the other rank; unused without keys.
         """
@@ -104,10 +102,10 @@ class RankSockets(Server):
         # No limit of the messages in the queue, so a send never waits.
         client.setsockopt(zmq.SNDHWM, 0)
         client.setsockopt(zmq.IDENTITY, token)
-        client.setsockopt(zmq.IPV6, int("[" in endpoint))
+        client.setsockopt(zmq.IPV6, int("[" in address))
         if self._keys is not None:
             use_keys(client, self._keys, server_key)
-        client.connect(endpoint)
+        client.connect(address)
         self._outgoing[rank] = client, threading.Lock()
 
     def send_frames(self, rank: int, frames: Sequence[Buffer]) -> None:
@@ -224,9 +222,9 @@ def open_rank_sockets(
         allowed=() if is_local else [by_rank[other].public_key for other in others],
     )
     try:
-        endpoints = gather_bytes(sockets.endpoint.encode(), timeout, check, group)
+        bound = gather_bytes(sockets.address.encode(), timeout, check, group)
         for other in others:
-            sockets.connect(other, endpoints[other].decode(), token, by_rank[other].public_key)
+            sockets.connect(other, bound[other].decode(), token, by_rank[other].public_key)
     except BaseException:
         sockets.close_after(0.0)
         raise

@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Separator of the paths in one argument: a character that no path contains.
+# Separator of the paths in one argument: a control character that is not used in paths in practice.
 _SEPARATOR = "\x1f"
-# Program of the child. It takes over this process's `sys.path`: `python -c` would search the
-# current directory first. It creates the package as an empty module with a name and a path.
+# Program of the child. It sets `sys.path` to that of this process, because `python -c` would search
+# the current directory first. It creates the package as an empty module with a name and a path.
 # Submodules can then be imported, but the package's `__init__` does not run.
 _CODE = (
     f"import sys; sys.path[:] = sys.argv.pop(1).split({_SEPARATOR!r}); import importlib, types; "
@@ -27,7 +27,8 @@ def lightweight_command(function: str, *arguments: str) -> list[str]:
     """Return the command line of a process that calls a function and exits with its result.
 
     Args:
-        function: Function, such as "lightning_dlres.prefetch.module:main".
+        function: Module and name of a function without parameters, such as
+            "lightning_dlres.prefetch.module:main".
         arguments: Arguments of the process, in `sys.argv[1:]`.
     """
     package = str(Path(__file__).resolve().parents[2])

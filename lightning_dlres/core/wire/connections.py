@@ -42,8 +42,11 @@ class _Connection:
     message_bytes: int = 0
     is_trusted: bool = False
 
-    def counts(self) -> tuple[int, int] | None:
-        """Return the bytes that the peer acknowledged and sent, or None without a kernel count."""
+    def byte_counts(self) -> tuple[int, int] | None:
+        """Return the numbers of bytes that the peer acknowledged, and that came from it.
+
+        None if the kernel does not count them.
+        """
         if _TCP_INFO is None or self.socket.family == socket.AF_UNIX:
             return None
         with contextlib.suppress(OSError, struct.error):
@@ -52,9 +55,12 @@ class _Connection:
             return acknowledged, received
         return None
 
-    def unread(self) -> int:
-        """Return the number of received bytes that are not part of a whole message."""
-        counts = self.counts()
+    def unread_bytes(self) -> int:
+        """Return the number of received bytes beyond whole messages and their overhead.
+
+        It may be negative, because the allowance for the overhead is generous.
+        """
+        counts = self.byte_counts()
         age = time.monotonic() - self.since
         overhead = _MESSAGE_OVERHEAD * (self.messages + 1) + _SECOND_OVERHEAD * age
         return 0 if counts is None else int(counts[1] - self.message_bytes - overhead)
@@ -67,34 +73,34 @@ class Connections:
 
     Args:
         max_connections: Largest number of connections; reduced if the process may open few files.
-        unread_bytes: Bytes that each may send beyond its whole messages.
-        refuse: Function called with the reason when a connection is closed.
+        max_unread_bytes: Largest number of bytes that a peer may have sent beyond whole messages.
+        note_refusal: Function that gets a text, with the reason, for each connection that this
+            object closes.
+
+    Attributes:
+        address: Port or path of the server's socket, set by the server. A descriptor with another
+            local address was reused for another file.
     """
 
     def __init__(
-        self, max_connections: int, unread_bytes: int, refuse: Callable[[str], None]
+        self, max_connections: int, max_unread_bytes: int, note_refusal: Callable[[str], None]
     ) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY:
             max_connections = min(
                 max_connections, max(_LEAST_CONNECTIONS, (soft - _OTHER_DESCRIPTORS) // 2)
             )
-        self._max_connections, self._unread_bytes, self._refuse = (
-            max_connections,
-            unread_bytes,
-            refuse,
-        )
+        self._max_connections, self._max_unread_bytes = max_connections, max_unread_bytes
+        self._note_refusal = note_refusal
         self._connections: dict[int, _Connection] = {}
-        # Address of the server's socket (port or path). A descriptor with another local address was
-        # reused for another file.
         self.address: object = None
 
     def __len__(self) -> int:
         return len(self._connections)
 
-    def opened(self, descriptor: int) -> None:
+    def add(self, descriptor: int) -> None:
         """Add a new connection; close one if there are too many."""
-        self.closed(descriptor)
+        self.remove(descriptor)
         try:
             copy = socket.socket(fileno=os.dup(descriptor))
         except OSError:
@@ -109,53 +115,54 @@ class Connections:
             silent = (other for other, entry in self._connections.items() if not entry.messages)
             self.drop(next(silent, descriptor), f"more than {self._max_connections} connections")
 
-    def closed(self, descriptor: int) -> None:
+    def remove(self, descriptor: int) -> None:
         """Remove a connection that ZeroMQ closed."""
         connection = self._connections.pop(descriptor, None)
         if connection is not None:
             connection.socket.close()
 
-    def delivered(self, descriptor: int, nbytes: int) -> None:
-        """Count a whole message."""
+    def count_message(self, descriptor: int, nbytes: int) -> None:
+        """Count a whole message of `nbytes` bytes."""
         connection = self._connections.get(descriptor)
         if connection is not None:
             connection.messages += 1
             connection.message_bytes += nbytes
 
     def trust(self, descriptor: int) -> None:
-        """Let a peer that has proved who it is send any number of bytes before they are read."""
+        """Lift the limit of unread bytes for a peer that has proved its identity."""
         connection = self._connections.get(descriptor)
         if connection is not None:
             connection.is_trusted = True
 
-    def acknowledged(self, descriptor: int) -> int | None:
-        """Return the bytes that the peer acknowledged, or None if the kernel has no count."""
+    def acknowledged_bytes(self, descriptor: int) -> int | None:
+        """Return the number of bytes that the peer acknowledged; None if it is not known."""
         connection = self._connections.get(descriptor)
-        counts = connection.counts() if connection is not None else None
+        counts = connection.byte_counts() if connection is not None else None
         return counts[0] if counts is not None else None
 
     def drop(self, descriptor: int, reason: str) -> None:
         """Close a connection; ZeroMQ then discards the messages queued for it."""
         connection = self._connections.get(descriptor)
         if connection is not None:
-            self._refuse(f"closed the connection of {_peer(connection.socket)}: {reason}.")
+            self._note_refusal(f"closed the connection of {_peer(connection.socket)}: {reason}.")
             with contextlib.suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_RDWR)
-            self.closed(descriptor)
+            self.remove(descriptor)
 
     def check(self) -> None:
         """Close the connections with too many unread bytes."""
         for descriptor, connection in list(self._connections.items()):
-            unread = 0 if connection.is_trusted else connection.unread()
-            if unread > self._unread_bytes:
+            unread = 0 if connection.is_trusted else connection.unread_bytes()
+            if unread > self._max_unread_bytes:
                 self.drop(descriptor, f"{format_bytes(unread)} without a whole message")
 
     def close(self) -> None:
         """Close the copies of all descriptors."""
         for descriptor in list(self._connections):
-            self.closed(descriptor)
+            self.remove(descriptor)
 
     def _is_own(self, connection: socket.socket) -> bool:
+        """Return True if a descriptor still belongs to a connection of the server."""
         try:
             name = connection.getsockname()
         except OSError:

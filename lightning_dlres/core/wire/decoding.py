@@ -1,10 +1,12 @@
-"""Decoding of msgpack and JSON data into types, in any thread, from any sender.
+"""Decoding of msgpack and JSON data into values of given types.
+
+Any thread may decode, and the data may be malformed.
 
 msgspec counts nesting against the interpreter's recursion limit. Deeper data raises `DecodeError`,
 as other invalid data does.
 
-msgspec inspects a struct's fields when it first decodes one. Two threads that do so at once crash
-the process (seen with 0.22). A lock therefore lets one thread at a time create decoders.
+msgspec inspects the fields of a struct when its first decoder is created. Two threads that do so at
+once crash the process (seen with 0.22). A lock therefore lets only one thread create a decoder.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Messages, and the ZeroMQ sockets with deadlines that carry them: the client, and the base class
-of `Server`.
+"""Messages, and the ZeroMQ sockets with deadlines that carry them.
+
+`Endpoint` is one end of a connection: the base class of `Client` here, and of `Server`.
 
 Every message has two frames: a msgpack header (kind, sequence, CRC-32 and length of the payload)
 and the raw payload. A large payload is therefore never copied into another buffer. Nothing is ever
 unpickled. Errors about a received message name its sender. Every wait has a deadline.
 
-Threads: an endpoint belongs to one thread at a time, as ZeroMQ sockets do. One thread may create it
+Threads: only one thread at a time may use an endpoint, as ZeroMQ requires. One thread may create it
 and hand it to another. Only `interrupt` may be called from any thread.
 """
 
@@ -39,22 +40,22 @@ from lightning_dlres.core.wire.keys import CurveKeys, check_key
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 _Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-# Headers of unknown senders are decoded, too, so `kind` needs a limit of its length.
+# Longest `kind`, in characters: headers of unknown senders are decoded, too.
 _Kind = Annotated[str, msgspec.Meta(max_length=64)]
 # Domain of ZeroMQ's authentication protocol (ZAP).
 ZAP_DOMAIN = "dlres"
 PORTS = range(1 << 16)
-# Time limit of ZeroMQ's greeting in milliseconds; a slower connection is closed.
+# Time limit of ZeroMQ's handshake in milliseconds; a slower connection is closed.
 _HANDSHAKE_MS = 10_000
-# The kernel closes connections to hosts that are unreachable for idle + interval * count seconds.
+# The kernel closes a connection if the other host is unreachable for 60 + 4 * 15 seconds.
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 60,
     zmq.TCP_KEEPALIVE_INTVL: 15,
     zmq.TCP_KEEPALIVE_CNT: 4,
 }
-# A server gets at most 3 frames: ZeroMQ puts the client's name before header and payload. Further
-# frames are counted, but not stored.
+# Frames of a message at a server, where ZeroMQ puts the client's name before header and payload. A
+# client receives one frame less. Further frames are counted, but not stored.
 _MAX_FRAMES = 3
 
 
@@ -76,8 +77,7 @@ class Message:
         sequence: Sequence number that the sender gave.
         payload: Raw bytes.
         peer: Name of the sender.
-        connection: Id of the TCP connection: ZeroMQ's file descriptor. Later connections may reuse
-            it.
+        connection: Id of the connection: ZeroMQ's file descriptor. Later connections may reuse it.
     """
 
     kind: str
@@ -107,13 +107,14 @@ def pack(kind: str, sequence: int, payload: Buffer) -> list[Buffer]:
 
 
 def unpack(frames: Sequence[bytes], peer: str, connection: int = 0) -> Message:
-    """Return the message of two frames.
+    """Return the message of two frames; `peer` is the name of its sender.
 
     Raises:
         ProtocolError: If the frames are not a header and the payload that it describes.
     """
     if len(frames) != 2:
-        raise protocol_error(peer, f"{len(frames)} frames", "a header and a payload")
+        count = "1 frame" if len(frames) == 1 else f"{len(frames)} frames"
+        raise protocol_error(peer, count, "2 frames: a header and a payload")
     try:
         header = from_msgpack(frames[0], MessageHeader)
     except msgspec.MsgspecError as error:
@@ -131,7 +132,10 @@ def unpack(frames: Sequence[bytes], peer: str, connection: int = 0) -> Message:
 
 
 def protocol_error(peer: str, got: str, expected: str) -> ProtocolError:
-    """Return the error for bytes that break the protocol."""
+    """Return the error for bytes that break the protocol.
+
+    In its message, `got` follows "sent", and `expected` follows "expected".
+    """
     return ProtocolError(
         f"{peer} sent {got}, expected {expected}. Check that both sides run the same version."
     )
@@ -139,11 +143,12 @@ def protocol_error(peer: str, got: str, expected: str) -> ProtocolError:
 
 @dataclass(frozen=True)
 class ConnectionEvent:
-    """A TCP connection that was opened or closed.
+    """A connection that was opened or closed.
 
     Attributes:
-        opened: True when it was opened, False when it was closed.
-        connection: The connection's id, as in `Message`; 0 at a client.
+        opened: True if it was opened, False if it was closed.
+        connection: The connection's id, as in `Message`. At a client it is 0 if `opened`, because
+            ZeroMQ's event of a finished handshake has no id.
     """
 
     opened: bool
@@ -187,9 +192,9 @@ class Endpoint:
         return created
 
     def receive(self, timeout: float) -> Message | None:
-        """Return the next message, or None after `timeout` seconds.
+        """Return the next message, or None if none comes within `timeout` seconds.
 
-        It returns None early after `interrupt`, or when `connection_events` has new events.
+        `interrupt` ends the wait earlier, as does a new connection event; the result is then None.
 
         Raises:
             ProtocolError: If a peer sent bytes that are not a message. They are discarded.
@@ -207,8 +212,8 @@ class Endpoint:
         """Return the next message, waiting at most `timeout` seconds.
 
         Args:
-            timeout: Seconds.
-            description: Description of the awaited message, for the error.
+            timeout: Longest wait, in seconds.
+            description: Awaited message in the error, such as "the weights".
 
         Raises:
             PeerTimeoutError: If no message came in time. The error names the peer.
@@ -234,7 +239,7 @@ class Endpoint:
             self._wake_writer.send(b"\0")
 
     def connection_events(self) -> list[ConnectionEvent]:
-        """Return the TCP connection events since the last call; needs `monitor=True`."""
+        """Return the connection events since the last call; empty without `monitor=True`."""
         self._read_monitor()
         events, self._events = self._events, []
         return events
@@ -283,14 +288,18 @@ class Endpoint:
             ) from None
         self._note_message(connection, nbytes)
         if count > _MAX_FRAMES:
-            raise protocol_error(self._peer_label, f"{count} frames", "a header and a payload")
+            raise protocol_error(
+                self._peer_label,
+                f"more than {_MAX_FRAMES - 1} frames",
+                "2 frames: a header and a payload",
+            )
         return frames, connection
 
     def _note_message(self, connection: int, nbytes: int) -> None:
-        """Hook of the server: count a message, valid or not."""
+        """Count a received message, valid or not; only the server does so."""
 
     def _unpack(self, frames: list[bytes], connection: int) -> Message:
-        """Return the message of all frames; the server's begin with the client's name."""
+        """Return the message of all frames; at a server the first one is the client's name."""
         return unpack(frames, self._peer_label, connection)
 
     def _start_monitor(self) -> None:
@@ -317,10 +326,18 @@ class Endpoint:
         sequence: int | None,
         options: Mapping[str, bool] = MappingProxyType({}),
     ) -> tuple[int, zmq.MessageTracker | None]:
-        """Send a message; return its sequence number and, with `track`, its tracker.
+        """Send a message; return its sequence number, and its tracker or None.
 
-        `routing` holds the frames before the message (a ROUTER's client name). `peer` names the
-        receiver in errors.
+        Args:
+            routing: Frames before the message: at a server the client's name, else none.
+            peer: Name of the receiver, for errors.
+            kind, payload: See `Message`.
+            sequence: Sequence number; None for this socket's next one.
+            options: Keyword arguments of `send_multipart`; `track=True` gives a tracker.
+
+        Raises:
+            PeerTimeoutError: If the queue to the receiver stays full for the send timeout.
+            PeerLostError: If the receiver is not connected to this server.
         """
         if sequence is None:
             sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
@@ -342,24 +359,23 @@ class Endpoint:
 
 
 class Client(Endpoint):
-    """Side of a connection that connects to a server, under a name. It reconnects automatically.
+    """End of a connection that connects to a server, under a name. It reconnects automatically.
 
-    It is a ZeroMQ DEALER socket that connects to one server. Invalid messages of the server raise
-    an error in the client.
+    It is a ZeroMQ DEALER socket. Unlike a server, it raises an error for an invalid message.
 
     Args:
         identity: Name of this client at the server, 1 to 255 bytes.
-        endpoint: Address of the server, such as "tcp://10.0.0.1:5555".
+        address: Address of the server, such as "tcp://10.0.0.1:5555".
         server: Name of the server in error messages.
         curve: Keys of this client; needs `server_key`.
         server_key: Public key of the server; needs `curve`.
-        max_message_bytes: Largest message that the server may send, in bytes; None: no limit.
+        max_frame_bytes: Largest frame of a message from the server, in bytes; None: no limit.
         send_timeout: Seconds that a send waits while the queue to the server is full.
         monitor: Report connections in `connection_events`.
 
     Raises:
-        ConfigError: If the endpoint is not an address, or if only one of `curve` and `server_key`
-            is given.
+        ConfigError: If `identity` has a wrong length, if ZeroMQ cannot connect to `address`, if
+            `server_key` is not a key, or if only one of `curve` and `server_key` is given.
     """
 
     _opened_event = zmq.Event.HANDSHAKE_SUCCEEDED
@@ -367,12 +383,12 @@ class Client(Endpoint):
     def __init__(
         self,
         identity: str,
-        endpoint: str,
+        address: str,
         *,
         server: str = "the server",
         curve: CurveKeys | None = None,
         server_key: bytes | None = None,
-        max_message_bytes: int | None = None,
+        max_frame_bytes: int | None = None,
         send_timeout: float = 30.0,
         monitor: bool = False,
     ) -> None:
@@ -385,30 +401,28 @@ class Client(Endpoint):
         if not 0 < len(identity.encode()) < 256:
             raise ConfigError(got_expected("identity", identity, "1 to 255 bytes", '"rank 1"'))
         super().__init__(zmq.DEALER, send_timeout)
-        self._peer_label = f"{server} ({endpoint})"
+        self._peer_label = f"{server} ({address})"
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
-        self._socket.setsockopt(
-            zmq.MAXMSGSIZE, -1 if max_message_bytes is None else max_message_bytes
-        )
-        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        self._socket.setsockopt(zmq.MAXMSGSIZE, -1 if max_frame_bytes is None else max_frame_bytes)
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))
         if curve is not None and server_key is not None:
             use_keys(self._socket, curve, server_key)
         if monitor:
             self._start_monitor()
         try:
-            if endpoint.startswith("tcp:") and not _has_port(endpoint):
+            if address.startswith("tcp:") and not _has_port(address):
                 raise ValueError("no port from 1 to 65535")
-            self._socket.connect(endpoint)
+            self._socket.connect(address)
         except (zmq.ZMQError, ValueError) as error:
             self.close()
             raise ConfigError(
                 got_expected(
-                    "endpoint", endpoint, f"a valid address ({error})", '"tcp://10.0.0.1:5555"'
+                    "address", address, f"that of a server ({error})", '"tcp://10.0.0.1:5555"'
                 )
             ) from error
 
     def send(self, kind: str, payload: Buffer = b"", *, sequence: int | None = None) -> int:
-        """Send to the server; return the sequence number (given, or this socket's next).
+        """Send to the server; return the sequence number: the given one, or the next one.
 
         Raises:
             PeerTimeoutError: If the server does not read and the queue is full.
@@ -417,10 +431,10 @@ class Client(Endpoint):
 
 
 def use_keys(client: zmq.Socket[bytes], curve: CurveKeys, server_key: bytes) -> None:
-    """Encrypt the traffic of a client's socket, before it connects.
+    """Encrypt the traffic of a client's socket; the socket must not have connected yet.
 
     Args:
-        client: The socket.
+        client: Socket of the client.
         curve: Keys of the client.
         server_key: Public key of the server.
     """
@@ -429,6 +443,6 @@ def use_keys(client: zmq.Socket[bytes], curve: CurveKeys, server_key: bytes) -> 
     client.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
 
 
-def _has_port(endpoint: str) -> bool:
-    port = endpoint.rpartition(":")[2]
+def _has_port(address: str) -> bool:
+    port = address.rpartition(":")[2]
     return port.isdecimal() and int(port) in PORTS[1:]

@@ -21,7 +21,7 @@ from lightning_dlres.core.wire.server import Server
 
 
 @dataclass(frozen=True, kw_only=True)
-class SendPatience:
+class ReplyLimits:
     """Limits of the unsent replies, and the lowest rate of reading that a server accepts.
 
     Attributes:
@@ -69,17 +69,17 @@ class Outbox:
 
     Args:
         server: Server of the clients.
-        patience: Limits of what clients may leave unread.
+        limits: Limits of the unsent replies; None for the default.
         clock: Function that returns seconds.
     """
 
     def __init__(
         self,
         server: Server,
-        patience: SendPatience | None = None,
+        limits: ReplyLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server, self._patience, self._clock = server, patience or SendPatience(), clock
+        self._server, self._limits, self._clock = server, limits or ReplyLimits(), clock
         self._queues: dict[str, _ClientQueue] = {}
         self._total_bytes = 0
 
@@ -91,12 +91,12 @@ class Outbox:
     def reserve(self, request: Message, nbytes: int) -> bool:
         """Reserve bytes for the reply to a request; return False if a limit forbids it now."""
         queue = self._queues.get(request.peer)
-        client_bytes, patience = queue.nbytes if queue else 0, self._patience
+        client_bytes, limits = queue.nbytes if queue else 0, self._limits
         # A client, or the server, without any bytes may always reserve: one reply may be larger
         # than a limit.
-        if client_bytes and client_bytes + nbytes > patience.client_bytes:
+        if client_bytes and client_bytes + nbytes > limits.client_bytes:
             return False
-        if self._total_bytes and self._total_bytes + nbytes > patience.total_bytes:
+        if self._total_bytes and self._total_bytes + nbytes > limits.total_bytes:
             return False
         if queue is None:
             queue = self._queues[request.peer] = _ClientQueue(request.connection)
@@ -144,23 +144,23 @@ class Outbox:
                 del self._queues[peer]
 
     def _drop_if_slow(self, peer: str, queue: _ClientQueue) -> None:
-        patience = self._patience
-        if self._clock() < queue.span_start + patience.seconds:
+        limits = self._limits
+        if self._clock() < queue.span_start + limits.seconds:
             return
-        acknowledged = self._server.acknowledged(queue.connection)
+        acknowledged = self._server.acknowledged_bytes(queue.connection)
         taken = queue.span_sent
         if acknowledged is not None and queue.span_acknowledged is not None:
             taken = max(taken, acknowledged - queue.span_acknowledged)
-        if taken >= patience.least_bytes:
+        if taken >= limits.least_bytes:
             self._start_span(queue)
             return
         self._server.drop(
             queue.connection,
-            f"{peer} read {taken} bytes of its replies in {format_seconds(patience.seconds)}",
+            f"{peer} read {taken} bytes of its replies in {format_seconds(limits.seconds)}",
         )
         # If the connection cannot be closed, ZeroMQ still holds the replies: check again later.
         self._start_span(queue)
 
     def _start_span(self, queue: _ClientQueue) -> None:
         queue.span_start, queue.span_sent = self._clock(), 0
-        queue.span_acknowledged = self._server.acknowledged(queue.connection)
+        queue.span_acknowledged = self._server.acknowledged_bytes(queue.connection)

@@ -74,6 +74,7 @@ def encode(tree: Tree, key: tuple[str | int, ...]) -> tuple[bytes, list[Tensor]]
 
     Raises:
         ConfigError: If the tree holds an object that cannot be sent; see `tree`.
+        ProtocolError: If a tensor in it is sparse, nested or quantized, or on the meta device.
     """
     structure, tensors = flatten(tree)
     _refuse_attributes(tensors)

@@ -36,7 +36,7 @@ from lightning_dlres.core.wire.refused_messages import Refusals
 
 # Seconds between two checks of the connections' limits.
 _CHECK_SECONDS = 0.1
-# Options of a send without a copy: ZeroMQ returns a tracker of its use of the memory.
+# Options of a send that does not copy: ZeroMQ returns a tracker of its use of the memory.
 _TRACKED = MappingProxyType({"copy": False, "track": True})
 
 
@@ -45,14 +45,14 @@ class SocketLimits:
     """Limits of the traffic and the number of a server's clients.
 
     Attributes:
-        message_bytes: Largest frame of a message, in bytes; a larger one closes its connection.
+        frame_bytes: Largest frame of a message, in bytes; a larger one closes its connection.
         unread_bytes: Bytes that the server may have received from a connection, but not yet read as
             whole messages.
         connections: Number of clients at one time.
         queued: Largest number of messages in the queue from each client, and in the queue to it.
     """
 
-    message_bytes: int = 64 << 20
+    frame_bytes: int = 64 << 20
     unread_bytes: int = 256 << 20
     connections: int = 1024
     queued: int = 1000
@@ -63,10 +63,10 @@ class SocketLimits:
 
 
 class Server(Endpoint):
-    """Side of a connection that clients connect to. A client that reconnects keeps its name.
+    """End of a connection that clients connect to. A client that reconnects keeps its name.
 
     Args:
-        bind: Numeric address or interface of this machine.
+        bind: Numeric address of this machine, or name of its interface.
         port: TCP port; 0 lets the system choose one.
         path: Path of a Unix socket, for local processes, in the place of `bind` and `port`.
         curve: Keys of the server, which encrypt and authenticate all traffic. Without keys, only
@@ -81,8 +81,9 @@ class Server(Endpoint):
         refusals: Counter of refused messages and connections.
 
     Raises:
-        ConfigError: If the address cannot be bound; if `curve` comes with both or neither of
-            `allowed` and `allow_any`; or if other hosts could reach the address without keys.
+        ConfigError: If `port` is out of range, or the address cannot be bound; if other hosts could
+            reach the address without keys; if a key in `allowed` is invalid; or unless exactly one
+            of `allowed` and `allow_any` is given with `curve`, and none of them without it.
     """
 
     _opened_event = zmq.Event.ACCEPTED
@@ -128,7 +129,7 @@ class Server(Endpoint):
         limits = limits or SocketLimits()
         self._connections = Connections(limits.connections, limits.unread_bytes, self.refusals.note)
         self._next_check = 0.0
-        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.message_bytes)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.frame_bytes)
         self._socket.setsockopt(zmq.SNDHWM, limits.queued)
         self._socket.setsockopt(zmq.RCVHWM, limits.queued)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -146,23 +147,23 @@ class Server(Endpoint):
                 "a free port and a numeric address or interface of this machine; see `ip address`",
             )
         else:
-            expected = "a path of about 100 bytes at most in a writable directory"
-            self._bind(f"ipc://{path}", str(path), expected)
-        self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        own_port = int(self._endpoint.rpartition(":")[2]) if path is None else 0
+            fix = "a path of about 100 bytes at most in a writable directory"
+            self._bind(f"ipc://{path}", str(path), fix)
+        self._address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        own_port = int(self._address.rpartition(":")[2]) if path is None else 0
         self._connections.address = own_port or str(path)
-        self._peer_label = f"a client of {self._endpoint}"
+        self._peer_label = f"a client of {self._address}"
 
     @property
-    def endpoint(self) -> str:
-        """Address for clients to connect to, such as "tcp://127.0.0.1:40123"."""
-        return self._endpoint
+    def address(self) -> str:
+        """Address that clients connect to, such as "tcp://127.0.0.1:40123"."""
+        return self._address
 
     def receive(self, timeout: float) -> Message | None:
-        """Return the next message, or None after `timeout` seconds; invalid messages are refused.
+        """Return the next message, or None if none comes within `timeout` seconds.
 
-        It returns None early after `interrupt`, after a refusal, or when `connection_events` has
-        new events.
+        An invalid message is refused. The refusal ends the wait earlier, as does `interrupt`, and
+        a connection that is opened or closed; the result is then None.
         """
         try:
             return super().receive(timeout)
@@ -173,7 +174,7 @@ class Server(Endpoint):
     def send(
         self, peer: str, kind: str, payload: Buffer = b"", *, sequence: int | None = None
     ) -> int:
-        """Send to a client by name; return the sequence number (given, or this socket's next).
+        """Send to a client by name; return the sequence number: the given one, or the next one.
 
         Raises:
             PeerLostError: If no such client is connected.
@@ -198,9 +199,9 @@ class Server(Endpoint):
         assert tracker is not None
         return tracker
 
-    def acknowledged(self, connection: int) -> int | None:
-        """Return the bytes that a client's host acknowledged; None if the kernel has no count."""
-        return self._connections.acknowledged(connection)
+    def acknowledged_bytes(self, connection: int) -> int | None:
+        """Return the number of bytes that a client's host acknowledged; None if it is not known."""
+        return self._connections.acknowledged_bytes(connection)
 
     def drop(self, connection: int, reason: str) -> None:
         """Close a client's connection and discard the messages queued for it."""
@@ -225,22 +226,23 @@ class Server(Endpoint):
                 return ready
 
     def _note_message(self, connection: int, nbytes: int) -> None:
-        self._connections.delivered(connection, nbytes)
+        self._connections.count_message(connection, nbytes)
 
     def _note_event(self, event: ConnectionEvent) -> None:
         if event.opened:
-            self._connections.opened(event.connection)
+            self._connections.add(event.connection)
         else:
-            self._connections.closed(event.connection)
+            self._connections.remove(event.connection)
         if self._reports_events:
             super()._note_event(event)
 
-    def _bind(self, endpoint: str, location: str, expected: str) -> None:
+    def _bind(self, address: str, location: str, fix: str) -> None:
+        """Listen at an address of ZeroMQ; `location` and `fix` are for the error."""
         try:
-            self._socket.bind(endpoint)
+            self._socket.bind(address)
         except (zmq.ZMQError, ValueError) as error:
             self.close()
-            raise ConfigError(f"cannot listen on {location}: {error}. Use {expected}.") from error
+            raise ConfigError(f"cannot listen on {location}: {error}. Use {fix}.") from error
 
     def _unpack(self, frames: list[bytes], connection: int) -> Message:
         try:

@@ -274,7 +274,7 @@ def test_messages_of_other_runs_are_refused_with_a_warning(
     invited = msgspec.msgpack.decode(hub.invitation, type=heartbeat.Invitation)
     wrong_token = msgspec.msgpack.encode(heartbeat.WatchPayload(b"guess", 1, 1, "false alarm"))
     unknown_rank = msgspec.msgpack.encode(heartbeat.WatchPayload(invited.token, 7))
-    with caplog.at_level(logging.WARNING), closing(Client("x", invited.endpoint)) as stranger:
+    with caplog.at_level(logging.WARNING), closing(Client("x", invited.address)) as stranger:
         stranger.send("abort", wrong_token)
         stranger.send("abort", b"no payload")
         stranger.send("abort", unknown_rank)
@@ -296,7 +296,7 @@ def test_beyond_this_host_messages_need_the_keys(
     assert invited.server_key
     assert invited.client_secret
     payload = msgspec.msgpack.encode(heartbeat.WatchPayload(invited.token, 1, 1, "intruder"))
-    with closing(Client("x", invited.endpoint)) as intruder:
+    with closing(Client("x", invited.address)) as intruder:
         intruder.send("abort", payload)
         group.join(1).announce("friend")
         assert failure_of(hub).message == f"{NAMES[1]} gave up: friend"

@@ -40,7 +40,7 @@ def send_as_stranger(
     client.setsockopt(zmq.IDENTITY, identity)
     if keys is not None:
         use_keys(client, keys, ranks.keys[0].public)
-    client.connect(ranks.sockets[0].endpoint)
+    client.connect(ranks.sockets[0].address)
     client.send_multipart([PREFIX.pack(CHANNEL, 0) + payload.encode("false", ("key",))[0]])
 
 
@@ -236,7 +236,7 @@ def test_a_rank_may_send_much_before_it_is_read(stack: ExitStack) -> None:
     ranks.send(torch.zeros(4 << 20))
     connections = ranks.sockets[0]._connections
     (connection,) = connections._connections.values()
-    wait_until(lambda: connection.unread() > 1 << 20, "the kernel has received much")
+    wait_until(lambda: connection.unread_bytes() > 1 << 20, "the kernel has received much")
     connections.check()
     assert len(connections) == 1
     # The first call may return at the interrupt that has ended the thread.

@@ -67,7 +67,7 @@ def own_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def attack(
     stack: ExitStack,
-    endpoint: str,
+    address: str,
     count: int,
     kinds: list[str],
     typed: list[bytes],
@@ -77,7 +77,7 @@ def attack(
 
     Args:
         stack: Closes the sockets at the end of the test.
-        endpoint: Address of the server.
+        address: Address of the server.
         count: Number of messages.
         kinds: Kinds of messages that the server accepts.
         typed: Payloads that the server can decode.
@@ -86,9 +86,9 @@ def attack(
     draw = random.Random(count)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.destroy, linger=0)
-    slow = connect_raw(stack, endpoint)
+    slow = connect_raw(stack, address)
     greet(slow, b"slow")
-    half_open = [connect_raw(stack, endpoint) for _ in range(5)]
+    half_open = [connect_raw(stack, address) for _ in range(5)]
     half_open[0].sendall(BANNERS["half a greeting"])
     banners = itertools.cycle(BANNERS.values())
     hostile = malformed(draw, kinds, typed)
@@ -101,11 +101,11 @@ def attack(
             bare.setsockopt(zmq.SNDTIMEO, 20_000)
             if number % 100:
                 bare.setsockopt(zmq.IDENTITY, f"hostile {number}".encode())
-            bare.connect(endpoint)
+            bare.connect(address)
             with ExitStack() as passing, suppress(OSError):
-                raw = connect_raw(passing, endpoint)
+                raw = connect_raw(passing, address)
                 raw.sendall(next(banners) + draw.randbytes(draw.randrange(100)))
-                claims = connect_raw(passing, endpoint)
+                claims = connect_raw(passing, address)
                 greet(claims)
                 claims.sendall(frame(b"x", more=bool(number % 3), claimed=1 << 40))
         assert bare is not None
@@ -234,7 +234,7 @@ def test_a_mailbox_survives_hostile_clients(stack: ExitStack, count: int) -> Non
         assert torch.equal(received[1], sent[1])
 
     typed = [PREFIX.pack(CHANNEL, n) + encode([n, torch.ones(5)], ("key",))[0] for n in range(3)]
-    attack(stack, ranks.sockets[0].endpoint, count, ["rank 1"], typed, good)
+    attack(stack, ranks.sockets[0].address, count, ["rank 1"], typed, good)
     refusals = ranks.sockets[0].refusals
     # A client without a token is cut off, and loses what it has sent besides.
     wait_until(lambda: refusals.count > count // 50, "all clients have come and were refused")
@@ -261,7 +261,7 @@ def test_a_watch_survives_hostile_clients(stack: ExitStack, count: int) -> None:
         assert not killed.is_set()
 
     kinds = [heartbeat.HEARTBEAT, heartbeat.ABORT, heartbeat.GOODBYE, heartbeat.CONFIRM]
-    attack(stack, invited.endpoint, count, kinds, typed, good)
+    attack(stack, invited.address, count, kinds, typed, good)
     refusals = hub._endpoint.refusals
     wait_until(lambda: refusals.count > count // 4, "a quarter of the messages is refused")
     member.announce("a true alarm")

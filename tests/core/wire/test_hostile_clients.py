@@ -15,7 +15,7 @@ import zmq
 from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.core.host.service import STATUS
 from lightning_dlres.core.wire.endpoint import Client, pack
-from lightning_dlres.core.wire.outbox import Outbox, SendPatience
+from lightning_dlres.core.wire.outbox import Outbox, ReplyLimits
 from lightning_dlres.core.wire.refused_messages import Refusals
 from lightning_dlres.core.wire.server import Server, SocketLimits
 from tests.support.hostile_clients import (
@@ -29,7 +29,7 @@ from tests.support.hostile_clients import (
 from tests.support.waiting import wait_until
 
 SECONDS = 20.0
-SMALL = SocketLimits(message_bytes=1 << 16, unread_bytes=1 << 20, connections=8, queued=100)
+SMALL = SocketLimits(frame_bytes=1 << 16, unread_bytes=1 << 20, connections=8, queued=100)
 
 
 def serve(stack: ExitStack, limits: SocketLimits = SMALL, **options: object) -> Server:
@@ -37,7 +37,7 @@ def serve(stack: ExitStack, limits: SocketLimits = SMALL, **options: object) -> 
 
 
 def assert_served(stack: ExitStack, server: Server) -> None:
-    good = stack.enter_context(closing(Client("good", server.endpoint)))
+    good = stack.enter_context(closing(Client("good", server.address)))
     good.send("hello")
     assert server.expect(SECONDS, "a hello").peer == "good"
     server.send("good", "welcome")
@@ -51,7 +51,7 @@ def serve_until(server: Server, condition, what: str) -> None:  # type: ignore[n
 @pytest.mark.parametrize("banner", BANNERS)
 def test_clients_of_other_protocols_do_no_harm(stack: ExitStack, banner: str) -> None:
     server = serve(stack)
-    connect_raw(stack, server.endpoint).sendall(BANNERS[banner])
+    connect_raw(stack, server.address).sendall(BANNERS[banner])
     assert_served(stack, server)
 
 
@@ -60,7 +60,7 @@ def test_clients_of_other_protocols_are_closed_before_their_first_message(
     stack: ExitStack, banner: str
 ) -> None:
     server = serve(stack)
-    raw = connect_raw(stack, server.endpoint)
+    raw = connect_raw(stack, server.address)
     raw.sendall(BANNERS[banner])
     raw.settimeout(0.05)
     serve_until(server, lambda: is_closed(raw), "the server closes it")
@@ -73,7 +73,7 @@ def test_messages_of_an_old_zeromq_are_refused(
     # Simulates that ZeroMQ admits the peer. Its frames have no metadata.
     monkeypatch.setattr(zmq.Socket, "setsockopt_string", lambda *_: None)
     server = serve(stack)
-    connect_raw(stack, server.endpoint).sendall(BANNERS["zmtp 1.0"])
+    connect_raw(stack, server.address).sendall(BANNERS["zmtp 1.0"])
     serve_until(server, lambda: server.refusals.count, "its message is refused")
     assert_served(stack, server)
 
@@ -83,7 +83,7 @@ def test_a_frame_that_claims_too_many_bytes_closes_its_connection(
     stack: ExitStack, greeted: bool
 ) -> None:
     server = serve(stack)
-    raw = connect_raw(stack, server.endpoint)
+    raw = connect_raw(stack, server.address)
     if greeted:
         greet(raw)
     else:
@@ -96,7 +96,7 @@ def test_a_frame_that_claims_too_many_bytes_closes_its_connection(
 
 def test_an_endless_message_closes_its_connection(stack: ExitStack) -> None:
     server = serve(stack)
-    raw = connect_raw(stack, server.endpoint)
+    raw = connect_raw(stack, server.address)
     greet(raw)
     raw.settimeout(0.5)
     part = frame(bytes(60_000), more=True)
@@ -117,10 +117,10 @@ def test_an_endless_message_closes_its_connection(stack: ExitStack) -> None:
 
 def test_silent_connections_are_closed_first(stack: ExitStack) -> None:
     server = serve(stack)
-    good = stack.enter_context(closing(Client("good", server.endpoint)))
+    good = stack.enter_context(closing(Client("good", server.address)))
     good.send("first")
     server.expect(SECONDS, "a message")
-    silent = [connect_raw(stack, server.endpoint) for _ in range(3 * SMALL.connections)]
+    silent = [connect_raw(stack, server.address) for _ in range(3 * SMALL.connections)]
     for raw in silent:
         raw.settimeout(0.01)
     serve_until(
@@ -138,16 +138,14 @@ def test_silent_connections_are_closed_first(stack: ExitStack) -> None:
 def test_a_client_that_does_not_read_delays_no_other(stack: ExitStack) -> None:
     server = serve(stack)
     assert_served(stack, server)
-    raw = connect_raw(stack, server.endpoint)
+    raw = connect_raw(stack, server.address)
     header, payload = (bytes(part) for part in pack("ask", 0, b""))
     greet(raw, b"slow")
     raw.sendall(frame(header, more=True) + frame(payload))
     request = server.expect(SECONDS, "a request")
     now = [0.0]
-    patience = SendPatience(
-        client_bytes=1 << 20, total_bytes=2 << 20, seconds=10.0, least_bytes=1000
-    )
-    outbox = Outbox(server, patience, clock=lambda: now[0])
+    limits = ReplyLimits(client_bytes=1 << 20, total_bytes=2 << 20, seconds=10.0, least_bytes=1000)
+    outbox = Outbox(server, limits, clock=lambda: now[0])
     reply, sent = bytes(1 << 19), 0
     while outbox.reserve(request, len(reply)):
         outbox.reply(request, len(reply), "data", reply)
@@ -157,7 +155,7 @@ def test_a_client_that_does_not_read_delays_no_other(stack: ExitStack) -> None:
         # The kernel buffers the first few.
         assert sent < 200
     # A fast client can still reserve bytes.
-    fast = stack.enter_context(closing(Client("fast", server.endpoint)))
+    fast = stack.enter_context(closing(Client("fast", server.address)))
     fast.send("ask")
     other = server.expect(SECONDS, "a request")
     assert outbox.reserve(other, len(reply))

@@ -21,13 +21,14 @@ from lightning_dlres.core.errors import (
 )
 from lightning_dlres.core.wire.endpoint import Client, ConnectionEvent, pack, unpack
 from lightning_dlres.core.wire.keys import CurveKeys
-from lightning_dlres.core.wire.outbox import SendPatience
+from lightning_dlres.core.wire.outbox import ReplyLimits
 from lightning_dlres.core.wire.server import Server, SocketLimits
 from tests.support.waiting import wait_until
 
+# Deadline of a wait, in seconds; only a failing test reaches it.
 SECONDS = 20.0
-# Seconds that a test waits for a message that must not come.
-SILENCE = 0.3
+# Seconds that a test waits to see that no message comes. A test always waits that long.
+SILENCE_SECONDS = 0.3
 
 
 class Greeting(msgspec.Struct):
@@ -39,7 +40,7 @@ def serve(stack: ExitStack, **options: object) -> Server:
 
 
 def connect(stack: ExitStack, name: str, server: Server, **options: object) -> Client:
-    client = Client(name, server.endpoint, server="the hub", **options)  # type: ignore[arg-type]
+    client = Client(name, server.address, server="the hub", **options)  # type: ignore[arg-type]
     return stack.enter_context(closing(client))
 
 
@@ -48,7 +49,7 @@ def raw_socket(stack: ExitStack, name: bytes, server: Server) -> zmq.Socket[byte
     stack.callback(context.destroy, linger=0)
     bare = context.socket(zmq.DEALER)
     bare.setsockopt(zmq.IDENTITY, name)
-    bare.connect(server.endpoint)
+    bare.connect(server.address)
     return bare
 
 
@@ -63,7 +64,7 @@ def test_messages_go_both_ways(stack: ExitStack) -> None:
     server.send("rank 1", "answer", memoryview(b"xyz")[1:], sequence=first.sequence)
     answer = client.expect(SECONDS, "an answer")
     assert (answer.kind, answer.sequence, answer.payload) == ("answer", 0, b"yz")
-    assert server.endpoint in answer.peer
+    assert server.address in answer.peer
 
 
 def test_typed_payloads_are_decoded_or_refused(stack: ExitStack) -> None:
@@ -79,10 +80,10 @@ def test_typed_payloads_are_decoded_or_refused(stack: ExitStack) -> None:
 @pytest.mark.parametrize(
     ("frames", "complaint"),
     [
-        ([b"only one"], "1 frames"),
+        ([b"only one"], "1 frame, expected 2 frames"),
         ([b"\xc1", b""], "header"),
         ([b"", b""], "header"),
-        ([b""] * 5, "6 frames"),
+        ([b""] * 5, "more than 2 frames, expected 2 frames"),
         ([b"\x91" * 1500, b""], "header"),
         ([b"\x81\xa4note" + b"\x91" * 100_000, b""], "header"),
         ([b"\x81\xa4kind\xdb\xff\xff\xff\xff", b""], "header"),
@@ -124,7 +125,7 @@ def test_a_client_without_a_readable_name_is_refused(
 ) -> None:
     server = serve(stack)
     raw_socket(stack, b"\xff\xfe", server).send_multipart([b"", b""])
-    wait_until(lambda: server.receive(SILENCE) or server.refusals.count, "it is refused")
+    wait_until(lambda: server.receive(SECONDS) or server.refusals.count, "it is refused")
     assert "name in UTF-8" in capsys.readouterr().err
 
 
@@ -134,7 +135,7 @@ def test_a_timeout_names_the_peer_and_what_was_waited_for(stack: ExitStack) -> N
     assert client.receive(0.0) is None
     with pytest.raises(PeerTimeoutError, match=r"the weights from the hub \(tcp://127.0.0.1:"):
         client.expect(0.05, "the weights")
-    with pytest.raises(PeerTimeoutError, match=f"a hello from a client of {server.endpoint}"):
+    with pytest.raises(PeerTimeoutError, match=f"a hello from a client of {server.address}"):
         server.expect(0.05, "a hello")
 
 
@@ -219,7 +220,7 @@ def test_curve_admits_only_allowed_keys(stack: ExitStack) -> None:
     assert server.expect(SECONDS, "a hello").peer == "guest"
     server.send("guest", "welcome")
     assert guest.expect(SECONDS, "a welcome").kind == "welcome"
-    assert server.receive(SILENCE) is None
+    assert server.receive(SILENCE_SECONDS) is None
     with pytest.raises(PeerTimeoutError, match="keys"):
         intruder.expect(0.05, "a welcome")
 
@@ -241,7 +242,7 @@ def test_secrets_stay_out_of_logs() -> None:
 
 def test_bad_arguments_are_refused(stack: ExitStack) -> None:
     server = serve(stack)
-    port = int(server.endpoint.rpartition(":")[2])
+    port = int(server.address.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"port {port}"):
         Server(port=port)
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
@@ -254,22 +255,22 @@ def test_bad_arguments_are_refused(stack: ExitStack) -> None:
     # ZeroMQ cannot encode these paths. A context that stays open would block the exit.
     with pytest.raises(ConfigError, match="cannot listen on"):
         Server(path=Path("/tmp/\udc80"))
-    with pytest.raises(ConfigError, match="endpoint"):
+    with pytest.raises(ConfigError, match="address"):
         Client("rank 1", "ipc:///tmp/\udc80")
     with pytest.raises(ConfigError, match="curve"):
         Server(allow_any=True)
     for public in ("0.0.0.0", "::", "192.0.2.1", "127.evil.example", "*"):
         with pytest.raises(ConfigError, match="bind must be a loopback address"):
             Server(bind=public)
-    with pytest.raises(ConfigError, match="endpoint"):
+    with pytest.raises(ConfigError, match="address"):
         Client("rank 1", "nonsense")
     with pytest.raises(ConfigError, match="server_key"):
-        Client("rank 1", server.endpoint, curve=CurveKeys.generate())
+        Client("rank 1", server.address, curve=CurveKeys.generate())
     with pytest.raises(ConfigError, match="identity"):
-        Client("", server.endpoint)
+        Client("", server.address)
     keys = CurveKeys.generate()
     with pytest.raises(ConfigError, match="server_key must be 40 bytes"):
-        Client("rank 1", server.endpoint, curve=keys, server_key=keys.public[:-1])
+        Client("rank 1", server.address, curve=keys, server_key=keys.public[:-1])
     with pytest.raises(ConfigError, match="allowed must be 40 bytes"):
         Server(curve=keys, allowed=[b"~" * 40])
     with pytest.raises(ConfigError, match="must be that of the secret key"):
@@ -279,7 +280,7 @@ def test_bad_arguments_are_refused(stack: ExitStack) -> None:
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"message_bytes": 0}, "message_bytes must be a whole number of at least 1, got 0"),
+        ({"frame_bytes": 0}, "frame_bytes must be a whole number of at least 1, got 0"),
         ({"unread_bytes": 1.5}, "unread_bytes must be a whole number"),
         ({"connections": True}, "connections must be a whole number"),
         ({"queued": -1}, "queued must be a whole number"),
@@ -299,9 +300,9 @@ def test_invalid_socket_limits_are_refused(options: dict[str, Any], rule: str) -
         ({"least_bytes": -1}, "least_bytes must be a whole number of at least 0, got -1"),
     ],
 )
-def test_invalid_send_patience_is_refused(options: dict[str, Any], rule: str) -> None:
+def test_invalid_reply_limits_are_refused(options: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
-        SendPatience(**options)
+        ReplyLimits(**options)
 
 
 def test_close_may_be_repeated() -> None:

@@ -160,7 +160,7 @@ class NodeStorage(Storage):
             server=f"storage node {node}",
             curve=identity.curve if identity else None,
             server_key=identity.server_key if identity else None,
-            max_message_bytes=max(protocol.REPLY_BYTES, self._largest_sample_bytes)
+            max_frame_bytes=max(protocol.REPLY_BYTES, self._largest_sample_bytes)
             + protocol.MESSAGE_BYTES,
             monitor=True,
         )

@@ -33,7 +33,7 @@ from lightning_dlres.core.host.service import start_service
 from lightning_dlres.core.units import parse_seconds
 from lightning_dlres.core.wire.endpoint import Message, protocol_error
 from lightning_dlres.core.wire.keys import CurveKeys
-from lightning_dlres.core.wire.outbox import Outbox, SendPatience
+from lightning_dlres.core.wire.outbox import Outbox, ReplyLimits
 from lightning_dlres.core.wire.server import Server, SocketLimits
 from lightning_dlres.prefetch.storage.nodes import protocol
 from lightning_dlres.prefetch.storage.readers import Reader
@@ -44,7 +44,7 @@ _POLL_SECONDS = 1.0
 _BUSY_SECONDS = 0.02
 # Requests of this protocol are small.
 _LIMITS = SocketLimits(
-    message_bytes=protocol.MESSAGE_BYTES, unread_bytes=32 << 20, connections=1024, queued=256
+    frame_bytes=protocol.MESSAGE_BYTES, unread_bytes=32 << 20, connections=1024, queued=256
 )
 # Maximum number of requests of one client that wait for their turn.
 _MAX_WAITING = 1024
@@ -81,7 +81,7 @@ class StoreNode:
         read_threads: Number of requests that are read at once.
         emulate_delay: Seconds, or text such as "5ms", by which each read of samples is delayed;
             for benchmarks. Requests for the table are not delayed.
-        patience: Limits for clients that receive slowly; None for the default.
+        reply_limits: Limits for clients that receive slowly; None for the default.
 
     Raises:
         ConfigError: If a value is out of range, or the address cannot be bound.
@@ -103,7 +103,7 @@ class StoreNode:
         insecure: bool = False,
         read_threads: int = 4,
         emulate_delay: float | str = 0.0,
-        patience: SendPatience | None = None,
+        reply_limits: ReplyLimits | None = None,
     ) -> None:
         if not 0 <= node < nodes:
             raise ConfigError(got_expected("node", node, f"0 to {nodes - 1}", "node=0, nodes=1"))
@@ -127,12 +127,12 @@ class StoreNode:
             insecure=insecure,
             limits=_LIMITS,
         )
-        self._outbox = Outbox(self._server, patience)
+        self._outbox = Outbox(self._server, reply_limits)
         # Waiting requests of each client; the client at the front is served next.
         self._waiting: OrderedDict[str, deque[_ReadTask]] = OrderedDict()
         # Number of requests that are being read.
         self._num_reading, self._read_threads = 0, read_threads
-        self.endpoint = self._server.endpoint
+        self.endpoint = self._server.address
         # Totals since the start: "get" requests whose samples were read, and bytes of the samples.
         self.requests = 0
         self.sent_bytes = 0
