@@ -1,4 +1,4 @@
-"""A stage holds what the plan says: counted by an allocator that knows nothing of plans."""
+"""The bytes of a stage, counted by the C library's allocator, are those that the plan predicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks import pipeline_memory
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's C library")
-def test_a_stage_holds_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_holds_the_planned_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert pipeline_memory.main(["--quick"]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     (case,) = line["raw"]["cases"]
@@ -20,5 +20,5 @@ def test_a_stage_holds_what_the_plan_says(capsys: pytest.CaptureFixture[str]) ->
     for row in case["stages"]:
         # A message has 1 MiB. On a loaded machine a stage may hold one less, because its input
         # comes late, or one more, because its output leaves late.
-        most = max(row["peaks"])
-        assert abs(most - row["planned"]) <= 0.05 * row["planned"] + 2**20, row
+        peak = max(row["peaks"])
+        assert abs(peak - row["planned"]) <= 0.05 * row["planned"] + 2**20, row

@@ -18,20 +18,26 @@ HOUR_NS = 3_600_000_000_000
 
 
 class RankThreads:
-    """Ranks as threads; a broadcast writes to and reads from one slot, and takes no time.
+    """Ranks as threads. A broadcast passes an object through one slot, and takes no clock time.
 
     Args:
         count: Number of ranks.
-        clocks: Identifier of each rank's clock, and its nanoseconds ahead of rank 0's clock.
+        clocks: Identifier of each rank's clock, and the nanoseconds by which it is ahead of rank
+            0's clock.
+        monkeypatch: Replaces the functions of `gathering` that read the clocks.
     """
 
-    def __init__(self, count: int, clocks: list[tuple[str, int]]) -> None:
+    def __init__(
+        self, count: int, clocks: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.count, self.clocks = count, clocks
         self.local = threading.local()
         self.barrier = threading.Barrier(count, timeout=20)
         self.slot: Any = None
         self.sent: list[Any] = []
         self.ticks = [0] * count
+        monkeypatch.setattr(gathering.time, "perf_counter_ns", self.perf_counter_ns)
+        monkeypatch.setattr(gathering, "_clock", lambda: clocks[self.local.rank][0])
 
     def broadcast(self, obj: Any, source: int) -> Any:
         if self.local.rank == source:
@@ -57,16 +63,13 @@ class RankThreads:
             return list(executor.map(as_rank, range(self.count)))
 
 
-@pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> RankThreads:
-    """Three ranks on two hosts, with clocks an hour apart."""
-    ranks = RankThreads(3, [("here", 0), ("there", HOUR_NS), ("there", HOUR_NS)])
-    monkeypatch.setattr(gathering.time, "perf_counter_ns", ranks.perf_counter_ns)
-    monkeypatch.setattr(gathering, "_clock", lambda: ranks.clocks[ranks.local.rank][0])
-    return ranks
+def test_spans_of_another_host_are_shifted_to_the_clock_of_rank_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Three ranks on two hosts, with clocks that are an hour apart.
+    clocks = [("here", 0), ("there", HOUR_NS), ("there", HOUR_NS)]
+    threads = RankThreads(3, clocks, monkeypatch)
 
-
-def test_spans_of_another_host_are_shifted_to_the_clock_of_rank_zero(threads: RankThreads) -> None:
     def work(rank: int) -> GatheredSpans:
         start = threads.clocks[rank][1] + 5000
         own_spans = [Span("forward", "compute", start, start + 70, "main", {"stage": rank})]
@@ -85,7 +88,7 @@ def test_spans_of_another_host_are_shifted_to_the_clock_of_rank_zero(threads: Ra
 def test_one_host_has_one_clock_and_only_text_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    threads = RankThreads(2, [("here", 0), ("here", 0)])
+    threads = RankThreads(2, [("here", 0), ("here", 0)], monkeypatch)
     span = Span("step", "step", 1, 2, "main", {"batch": 3, "x": None, "y": 0.5, "z": True})
     everywhere = threads.run(lambda rank: gather(threads.broadcast, rank, 2, [span]))
     assert all(spans == GatheredSpans({0: [span], 1: [span]}, 0.0) for spans in everywhere)

@@ -1,4 +1,4 @@
-"""The engine on a real GPU: gradients are exact, and the predicted peak equals torch's counter."""
+"""The engine on a real GPU: gradients are exact, and predicted peaks are close to measured ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _deterministic_algorithms() -> Iterator[None]:
 def train(
     make: Any, batch: Any, options: MemoryConfig | None, steps: int = 12
 ) -> tuple[list[Tensor], Offloader | None]:
-    """Return the gradients of the last step, and the offloader."""
+    """Return the gradients of the last step, and the offloader; without options there is none."""
     torch.manual_seed(0)
     net = make().to(DEVICE)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
@@ -107,7 +107,7 @@ def test_gradients_equal_those_of_plain_training(name: str, options: str) -> Non
 
 
 @pytest.mark.parametrize("options", ["min", "half", "offload"])
-def test_the_predicted_peak_equals_torchs_counter(options: str) -> None:
+def test_the_predicted_peak_is_close_to_torchs_counter(options: str) -> None:
     _, offloader = train(wide_gpt, lambda: torch.randn(16, 128, 256), OPTIONS[options], steps=12)
     assert offloader is not None
     assert offloader.plan is not None
@@ -143,11 +143,12 @@ def test_offloaded_memory_is_allocated_again_at_once() -> None:
     assert second is not None
     source = torch.full((32 << 20,), 3, dtype=torch.uint8, device=DEVICE)
     address = source.data_ptr()
-    leaving = copier.to_tier(source, first.data)
+    first_copy = copier.to_tier(source, first.data)
     other = torch.full((32 << 20,), 4, dtype=torch.uint8, device=DEVICE)
     copier.to_tier(other, second.data)
-    leaving.wait()
-    del source, leaving
+    # After `wait`, the allocator may give the memory to work that is queued behind the copy.
+    first_copy.wait()
+    del source, first_copy
     again = torch.full((32 << 20,), 5, dtype=torch.uint8, device=DEVICE)
     assert again.data_ptr() == address
     copier.synchronize()
@@ -164,6 +165,7 @@ def test_a_slab_stays_pinned_while_it_is_copied() -> None:
         assert allocation is not None
         copier.to_tier(source, allocation.data)
         copier.to_device(allocation.data, DEVICE)
+        # The copies must keep the slab alive; if they do not, `synchronize` raises.
         del tier, allocation
     copier.synchronize()
     torch.cuda.synchronize()
@@ -198,6 +200,7 @@ def test_planned_steps_do_not_reset_the_users_peak_counter() -> None:
     before = 0
     for number in range(6):
         if number == 4:
+            # From here on steps follow the plan. The tensor raises the peak, and is freed at once.
             assert offloader.plan is not None
             torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
             before = torch.cuda.max_memory_allocated()
@@ -215,5 +218,5 @@ def test_gradients_in_reused_memory_are_exact(name: str) -> None:
         separate, _ = run_step(net, shape, scripted_engine(), RefusingOwner)
         reused, num_reused = run_step(net, shape, scripted_engine())
     assert_equal_tensors(separate, reused)
-    # cuDNN's batch normalisation is not patched.
+    # ReLU never reuses memory, and cuDNN's batch normalisation is not patched.
     assert num_reused == (0 if name.startswith(("relu", "batch norm")) else 1)
