@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(settings: Settings) -> Figures:
-    """Train with and without recomputation in turns."""
+    """Measure the ratio of step times with and without recomputation."""
     count = settings.microbatches
     with Testbed([Host(cpus=core) for core in cores(2)]) as bed:
         ours = Ours(RankStarter(bed, [OURS]), 2, settings)
@@ -89,7 +89,7 @@ def plans(measured: str) -> tuple[PipelinePlan, PipelinePlan]:
 def in_turns(
     ours: Ours, without: PipelinePlan, recomputed: PipelinePlan, settings: Settings
 ) -> list[tuple[float, float]]:
-    """Return the median step seconds of every pair of training runs: without, with recomputation.
+    """Train with both plans in turns; return pairs of median step seconds (without, recomputed).
 
     Raises:
         FairnessError: If the losses of a pair differ.

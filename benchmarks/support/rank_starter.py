@@ -1,8 +1,8 @@
 """Starter of ranks on the hosts of a testbed. It forks them from a server that has imported the
 ranks' modules.
 
-All forks of one server have the same memory layout, which affects their speed. A benchmark that
-samples the differences between processes therefore makes a new server for each sample.
+All forks of one server have the same memory layout, which affects their speed. To measure how the
+speed differs between processes, a benchmark therefore starts ranks from several servers in turn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.support.testbed import HostError, Testbed
 
 # Directory in which `ip netns` keeps the namespaces.
 _NAMESPACES = Path("/run/netns")
-# Ports of MASTER_PORT. They are free, because only ranks run in the hosts' network namespaces.
+# Values for MASTER_PORT. These ports are free: only ranks run in the hosts' network namespaces.
 _ports = itertools.count(29500)
 
 

@@ -35,7 +35,8 @@ class Ranks:
         # The starter is held because the ranks end with it.
         self._starter, self._module, self._timeout = starter, module, timeout
         self._errors = [TemporaryFile() for _ in range(world_size)]  # noqa: SIM115
-        self._lines = [b""] * world_size
+        # Bytes of each rank's stdout that are not yet a whole line.
+        self._partial_lines = [b""] * world_size
         common = {**starter.rendezvous(), "WORLD_SIZE": str(world_size)}
         self._processes = [
             starter.start(rank, module, {**common, **_torchrun_variables(rank)}, errors)
@@ -80,10 +81,10 @@ class Ranks:
                 data = os.read(descriptor, 1 << 16)
                 if not data:
                     raise HostError(self._report(f"rank {rank} ended without an answer"))
-                self._lines[rank] += data
-                line, newline, rest = self._lines[rank].partition(b"\n")
+                self._partial_lines[rank] += data
+                line, newline, rest = self._partial_lines[rank].partition(b"\n")
                 if newline:
-                    answers[rank], self._lines[rank] = json.loads(line), rest
+                    answers[rank], self._partial_lines[rank] = json.loads(line), rest
                     del missing[descriptor]
         return [answers[rank] for rank in ranks]
 
@@ -98,8 +99,8 @@ class Ranks:
         return text
 
 
-def limit(machine: Machine, share: float | None) -> None:
-    """Give a host another CPU share, in cores; None lifts the limit, for what is not measured."""
+def set_share(machine: Machine, share: float | None) -> None:
+    """Set the CPU share of a host, in cores; None lifts the limit, for unmeasured work."""
     set_cpu_share(machine.cgroup, share)
 
 

@@ -1,8 +1,8 @@
 """Data parallel training of several ranks in one process, with the arithmetic of the real ranks.
 
-Every unit follows the parameter server: its owner adds the other ranks' decoded gradients to its
-own in the order of the ranks, encodes the sum, and all ranks decode it. The results are bitwise
-those of `GradientSyncState(topology="ps")`, without time for processes and messages.
+Every unit has an owner, as with a parameter server. The owner adds the decoded gradients of the
+other ranks to its own, in the order of the ranks. It encodes the sum, and all ranks decode it. The
+results are bitwise those of `GradientSyncState(topology="ps")`, but need no processes or messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_dlres.kernels.gradients.layout import BLOCK
 
 
 class VirtualRanks:
-    """Mean of the gradients of several ranks, as they compute it together.
+    """Computes the mean of several ranks' gradients as the ranks do together, with their states.
 
     Args:
         parameters: Parameters by name.
@@ -31,8 +31,9 @@ class VirtualRanks:
         algorithm: Name of a gradient codec, or "raw".
         options: Keyword arguments of the codec.
         min_bytes: Gradients with fewer bytes are not compressed.
-        has_error_feedback: False drops what a rank did not send.
-        has_sum_feedback: False drops what was not sent of a sum.
+        has_error_feedback: False drops the codec states of the ranks' gradients after each step, so
+            that their residuals are lost.
+        has_sum_feedback: False drops the codec states of the sums, likewise.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class VirtualRanks:
         self._world_size, self._algorithm = world_size, algorithm
         self._codec: GradientCodec | None = None
         if algorithm != RAW:
-            made = type(codec(algorithm))(**(options or {}))
-            assert isinstance(made, GradientCodec)
-            self._codec = made
+            new_codec = type(codec(algorithm))(**(options or {}))
+            assert isinstance(new_codec, GradientCodec)
+            self._codec = new_codec
         self._feedback = {Part.GRADIENT: has_error_feedback, Part.SUM: has_sum_feedback}
         specs = [GradientSpec(name=n, count=p.numel()) for n, p in parameters.items()]
         choices = choices_by_size(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from benchmarks.support.command import FairnessError
 from benchmarks.support.rank_starter import RankStarter
-from benchmarks.support.ranks import Ranks, limit
+from benchmarks.support.ranks import Ranks, set_share
 from benchmarks.support.testbed import Testbed
 
 OURS, PEER = "benchmarks.support.hetero_pipeline.ours", "benchmarks.support.hetero_pipeline.peer"
@@ -206,7 +206,7 @@ def cores(hosts: int) -> list[list[int]]:
 def set_shares(bed: Testbed, shares: Sequence[float]) -> None:
     """Set the CPU shares of the first hosts; the others get no limit."""
     for number, host in enumerate(bed.hosts):
-        limit(host, shares[number] if number < len(shares) else None)
+        set_share(host, shares[number] if number < len(shares) else None)
 
 
 def require_same_losses(ours: Sequence[float], *peers: Sequence[float]) -> None:
