@@ -110,11 +110,11 @@ def _serve(settings: argparse.Namespace) -> int:
             for node in indices
         ]
         table = reader.table
-        endpoints = ",".join(_public(node.endpoint) for node in nodes)
+        addresses = ",".join(_public(node.address) for node in nodes)
         served = "all" if len(nodes) > 1 else f"node {indices[0]}"
         print(
             f"Serving {len(table)} samples ({format_bytes(table.total_bytes)}) of "
-            f"{settings.source} as {served} of {settings.nodes} nodes: {endpoints}",
+            f"{settings.source} as {served} of {settings.nodes} nodes: {addresses}",
             flush=True,
         )
         stopped.wait()
@@ -210,9 +210,9 @@ def _keys(settings: argparse.Namespace) -> int:
     return 0
 
 
-def _public(endpoint: str) -> str:
+def _public(address: str) -> str:
     """Return an address for other hosts: this host's name replaces a wildcard address."""
-    return endpoint.replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
+    return address.replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ class Nodes:
     Attributes:
         readers: Reader of each node. A test may replace one; `restart` then uses the new reader.
         running: Each running node; None in the place of a killed one.
-        endpoints: Address of each node, the same after a restart.
+        addresses: Address of each node, the same after a restart.
     """
 
     def __init__(self, source: Path, count: int) -> None:
@@ -52,7 +52,7 @@ class Nodes:
         self.running: list[StoreNode | None] = []
         for node in range(count):
             self.running.append(self._start(node, 0))
-        self.endpoints = [node.endpoint for node in self.running if node]
+        self.addresses = [node.address for node in self.running if node]
 
     def _start(self, node: int, port: int) -> StoreNode:
         reader: Reader = self.readers[node]  # type: ignore[assignment]
@@ -67,4 +67,4 @@ class Nodes:
 
     def restart(self, node: int) -> None:
         """Start a killed node again at its old address."""
-        self.running[node] = self._start(node, int(self.endpoints[node].rpartition(":")[2]))
+        self.running[node] = self._start(node, int(self.addresses[node].rpartition(":")[2]))

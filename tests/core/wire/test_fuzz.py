@@ -126,7 +126,7 @@ def test_a_storage_node_survives_hostile_clients(
     stack: ExitStack, folder: Path, count: int
 ) -> None:
     node = stack.enter_context(StoreNode(open_reader(folder)))
-    storage = NodeStorage([node.endpoint], timeout=SECONDS)
+    storage = NodeStorage([node.address], timeout=SECONDS)
     stack.callback(storage.close)
     replied = threading.Event()
     storage.on_reply = replied.set
@@ -147,7 +147,7 @@ def test_a_storage_node_survives_hostile_clients(
         np.zeros(10_000, "<u4").tobytes(),
         msgspec.msgpack.encode(protocol.TableRows(0, SAMPLES)),
     ]
-    attack(stack, node.endpoint, count, [protocol.HELLO, protocol.TABLE, protocol.GET], typed, good)
+    attack(stack, node.address, count, [protocol.HELLO, protocol.TABLE, protocol.GET], typed, good)
     wait_until(lambda: node.refused > count // 4, "a quarter of the messages is refused")
     assert resident_bytes() < 2 * before
 

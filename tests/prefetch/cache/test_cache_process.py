@@ -572,7 +572,7 @@ def test_an_epoch_continues_while_storage_nodes_fail_and_restart(
     put(folder, tmp_path)
     nodes = Nodes(tmp_path, 3)
     stack.callback(lambda: [nodes.kill(node) for node in range(3)])
-    source = ",".join(nodes.endpoints)
+    source = ",".join(nodes.addresses)
     replicated = open_loader(
         stack, source, "two", replicas=2, timeout="20s", capacity=2000, prefetch=4
     )
@@ -593,7 +593,7 @@ def test_an_epoch_continues_while_storage_nodes_fail_and_restart(
     next(iterator)
     nodes.kill(1)
     with pytest.raises(
-        StorageError, match=rf"sample 'part.*storage node 1 \({nodes.endpoints[1]}\) within 1 s"
+        StorageError, match=rf"sample 'part.*storage node 1 \({nodes.addresses[1]}\) within 1 s"
     ):
         list(iterator)
 

@@ -45,8 +45,8 @@ def start(stack: ExitStack, source: Path, count: int = 3) -> Nodes:
     return nodes
 
 
-def connect(stack: ExitStack, endpoints: Sequence[str], **options: object) -> NodeStorage:
-    storage = NodeStorage(endpoints, **options)  # type: ignore[arg-type]
+def connect(stack: ExitStack, addresses: Sequence[str], **options: object) -> NodeStorage:
+    storage = NodeStorage(addresses, **options)  # type: ignore[arg-type]
     stack.callback(storage.close)
     return storage
 
@@ -80,7 +80,7 @@ def check(storage: NodeStorage, replies: list[Reply], sample_ids: Sequence[int])
 
 
 def test_a_client_gets_the_table_and_the_samples(stack: ExitStack, store: Path) -> None:
-    storage = connect(stack, start(stack, store).endpoints)
+    storage = connect(stack, start(stack, store).addresses)
     assert storage.table.digest == open_reader(store).table.digest
     assert storage.table.key(3) == "part0/sample 003.bin"
     sample_ids = list(range(SAMPLES))
@@ -100,17 +100,17 @@ def test_corrupt_and_short_replies_are_errors_without_a_replica(
 ) -> None:
     nodes = start(stack, store)
     nodes.readers[1].alter = alter
-    unreplicated = connect(stack, nodes.endpoints, timeout=1.0)
+    unreplicated = connect(stack, nodes.addresses, timeout=1.0)
     replies = fetch(unreplicated, [0, 1, 2, 4, 7])
     assert isinstance(replies[1].data, StorageError)
     text = str(replies[1].data)
     assert words in text
-    assert f"storage node 1 ({nodes.endpoints[1]})" in text
+    assert f"storage node 1 ({nodes.addresses[1]})" in text
     assert "'part0/sample 001.bin'" in text
     assert nodes.readers[1].reads > 1, "the read was not repeated"
     check(unreplicated, [replies[0], replies[2]], [0, 2])
     # With a replica all samples come.
-    replicated = connect(stack, nodes.endpoints, replicas=2, timeout=5.0)
+    replicated = connect(stack, nodes.addresses, replicas=2, timeout=5.0)
     check(replicated, fetch(replicated, [0, 1, 2, 4, 7]), [0, 1, 2, 4, 7])
 
 
@@ -122,7 +122,7 @@ def test_a_read_is_repeated_after_a_passing_fault(stack: ExitStack, store: Path)
         return samples if next(faults, None) is None else [b""]
 
     nodes.readers[1].alter = fail_twice
-    storage = connect(stack, nodes.endpoints, timeout=20.0)
+    storage = connect(stack, nodes.addresses, timeout=20.0)
     check(storage, fetch(storage, [1, 4]), [1, 4])
 
 
@@ -138,12 +138,12 @@ def test_a_silent_node_is_an_error_and_its_replica_is_preferred(
         return samples
 
     nodes.readers[2].alter = wait
-    unreplicated = connect(stack, nodes.endpoints, timeout=0.6)
+    unreplicated = connect(stack, nodes.addresses, timeout=0.6)
     (reply,) = fetch(unreplicated, [2, 5])
     assert isinstance(reply.data, StorageError)
     assert "within 600 ms" in str(reply.data)
     assert "no answer for" in str(reply.data)
-    replicated = connect(stack, nodes.endpoints, replicas=2, timeout=2.0)
+    replicated = connect(stack, nodes.addresses, replicas=2, timeout=2.0)
     check(replicated, fetch(replicated, [2, 5]), [2, 5])
     # From now on the replica is asked first.
     reads = nodes.readers[2].reads
@@ -154,7 +154,7 @@ def test_a_silent_node_is_an_error_and_its_replica_is_preferred(
 def test_a_node_that_is_down_at_the_start_delays_nothing(stack: ExitStack, store: Path) -> None:
     nodes = start(stack, store)
     nodes.kill(0)
-    storage = connect(stack, nodes.endpoints, replicas=2, timeout=80.0)
+    storage = connect(stack, nodes.addresses, replicas=2, timeout=80.0)
     # Waiting for this node alone would take 20 s.
     check(storage, fetch(storage, [0, 3], 10.0), [0, 3])
 
@@ -163,8 +163,8 @@ def test_a_node_that_restarts_with_another_data_set_is_refused(
     stack: ExitStack, store: Path, tmp_path: Path
 ) -> None:
     nodes = start(stack, store)
-    storage = connect(stack, nodes.endpoints, replicas=2, timeout=20.0)
-    unreplicated = connect(stack, nodes.endpoints, timeout=1.0)
+    storage = connect(stack, nodes.addresses, replicas=2, timeout=20.0)
+    unreplicated = connect(stack, nodes.addresses, timeout=1.0)
     nodes.kill(0)
     # Files of the same sizes; a folder has no checksums.
     for sample_id in range(SAMPLES):
@@ -185,7 +185,7 @@ def test_other_bytes_of_the_same_keys_and_sizes_are_another_data_set(
     shutil.copytree(folder, other)
     nodes = start(stack, folder, 2)
     # A failing fetch would be repeated for longer than a test may take, unless it is final.
-    unreplicated = connect(stack, nodes.endpoints, timeout=1e6)
+    unreplicated = connect(stack, nodes.addresses, timeout=1e6)
     check(unreplicated, fetch(unreplicated, [0, 2, 1]), [0, 2, 1])
     for path in other.rglob("*.bin"):
         path.write_bytes(bytes(path.stat().st_size))
@@ -193,7 +193,7 @@ def test_other_bytes_of_the_same_keys_and_sizes_are_another_data_set(
     nodes.readers[1] = AlteringReader(open_reader(other))
     nodes.restart(1)
     with pytest.raises(ConfigError, match="must serve the same data set,"):
-        NodeStorage(nodes.endpoints)
+        NodeStorage(nodes.addresses)
     (reply,) = fetch(unreplicated, [1])
     assert isinstance(reply.data, StorageError)
     assert str(reply.data).count("storage node 1") == 1
@@ -211,8 +211,8 @@ def test_a_file_of_a_node_that_changes_is_an_error_at_once(
     nodes.kill(1)
     nodes.readers[1] = AlteringReader(open_reader(folder))
     nodes.restart(1)
-    unreplicated = connect(stack, nodes.endpoints, timeout=1e6)
-    replicated = connect(stack, nodes.endpoints, replicas=2, timeout=1e6)
+    unreplicated = connect(stack, nodes.addresses, timeout=1e6)
+    replicated = connect(stack, nodes.addresses, replicas=2, timeout=1e6)
     path = copy / "part0/sample 002.bin"
     if change == "gone":
         path.unlink()
@@ -227,8 +227,8 @@ def test_a_file_of_a_node_that_changes_is_an_error_at_once(
 
 def test_a_node_that_is_killed_and_restarted_is_used_again(stack: ExitStack, store: Path) -> None:
     nodes = start(stack, store)
-    unreplicated = connect(stack, nodes.endpoints, timeout=1.0)
-    replicated = connect(stack, nodes.endpoints, replicas=2, timeout=20.0)
+    unreplicated = connect(stack, nodes.addresses, timeout=1.0)
+    replicated = connect(stack, nodes.addresses, replicas=2, timeout=20.0)
     check(unreplicated, fetch(unreplicated, [0, 3]), [0, 3])
     nodes.kill(0)
     (reply,) = fetch(unreplicated, [0, 3])
@@ -236,7 +236,7 @@ def test_a_node_that_is_killed_and_restarted_is_used_again(stack: ExitStack, sto
     assert "storage node 0" in str(reply.data)
     check(replicated, fetch(replicated, [0, 3]), [0, 3])
     # A restarted node answers a fetch that is in flight at its start.
-    patient = NodeStorage(nodes.endpoints, replicas=2, timeout=20.0)
+    patient = NodeStorage(nodes.addresses, replicas=2, timeout=20.0)
     stack.callback(patient.close)
     restarted = threading.Timer(0.3, nodes.restart, [0])
     restarted.start()
@@ -250,15 +250,15 @@ def test_samples_of_two_dead_neighbours_are_lost_with_one_replica(
     stack: ExitStack, store: Path
 ) -> None:
     nodes = start(stack, store)
-    storage = connect(stack, nodes.endpoints, replicas=2, timeout=1.0)
+    storage = connect(stack, nodes.addresses, replicas=2, timeout=1.0)
     nodes.kill(0)
     nodes.kill(1)
     (reply,) = fetch(storage, [0])
     assert isinstance(reply.data, StorageError)
     with pytest.raises(PeerTimeoutError, match="storage node 0"):
-        NodeStorage(nodes.endpoints, replicas=2, timeout=0.5)
+        NodeStorage(nodes.addresses, replicas=2, timeout=0.5)
     with pytest.raises(PeerTimeoutError, match="storage node 0"):
-        NodeStorage(nodes.endpoints, timeout=0.5)
+        NodeStorage(nodes.addresses, timeout=0.5)
 
 
 def test_nodes_of_other_data_sets_or_in_another_order_are_refused(
@@ -266,18 +266,18 @@ def test_nodes_of_other_data_sets_or_in_another_order_are_refused(
 ) -> None:
     nodes = start(stack, store)
     with pytest.raises(ConfigError, match="must be node 0 of 3, got node 1 of 3"):
-        NodeStorage([nodes.endpoints[1], nodes.endpoints[0], nodes.endpoints[2]])
+        NodeStorage([nodes.addresses[1], nodes.addresses[0], nodes.addresses[2]])
     with pytest.raises(ConfigError, match="must be node 0 of 1, got node 0 of 3"):
-        NodeStorage(nodes.endpoints[:1])
+        NodeStorage(nodes.addresses[:1])
     (tmp_path / "other").mkdir()
     (tmp_path / "other/x").write_bytes(b"x")
     other = start(stack, tmp_path / "other")
     with pytest.raises(ConfigError, match="must serve the same data set"):
-        NodeStorage([*nodes.endpoints[:2], other.endpoints[2]])
+        NodeStorage([*nodes.addresses[:2], other.addresses[2]])
     for replicas in (0, 4):
         with pytest.raises(ConfigError, match="replicas"):
-            NodeStorage(nodes.endpoints, replicas=replicas)
-    with pytest.raises(ConfigError, match="endpoints"):
+            NodeStorage(nodes.addresses, replicas=replicas)
+    with pytest.raises(ConfigError, match="addresses"):
         NodeStorage([])
 
 
@@ -285,7 +285,7 @@ def test_invalid_messages_are_refused_and_other_clients_served(
     stack: ExitStack, store: Path
 ) -> None:
     nodes = start(stack, store)
-    client = Client("stranger", nodes.endpoints[0])
+    client = Client("stranger", nodes.addresses[0])
     stack.callback(client.close)
     rows = msgspec.msgpack.encode(protocol.TableRows(0, SAMPLES + 1))
     for kind, payload in [
@@ -299,7 +299,7 @@ def test_invalid_messages_are_refused_and_other_clients_served(
         sequence = client.send(kind, payload)
         message = client.expect(20, "a refusal")
         assert (message.kind, message.sequence) == (protocol.FAILED, sequence)
-    storage = connect(stack, nodes.endpoints)
+    storage = connect(stack, nodes.addresses)
     check(storage, fetch(storage, [0, 1]), [0, 1])
 
 
@@ -309,7 +309,7 @@ def test_missing_files_of_a_folder_whose_name_is_not_utf8_are_errors(
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff"))
     shutil.copytree(folder, odd)
     nodes = start(stack, odd, 1)
-    storage = connect(stack, nodes.endpoints)
+    storage = connect(stack, nodes.addresses)
     for name in os.listdir(odd):
         shutil.rmtree(odd / name) if (odd / name).is_dir() else (odd / name).unlink()
     # One fetch more than the node reads at once.
@@ -334,7 +334,7 @@ def test_waiting_requests_of_a_client_that_is_gone_are_dropped(
         return samples
 
     reader.alter = wait
-    client = Client("gone", nodes.endpoints[0])
+    client = Client("gone", nodes.addresses[0])
     stack.callback(client.close)
     for _ in range(100):
         client.send(protocol.GET, np.zeros(1, "<u4").tobytes())
@@ -347,7 +347,7 @@ def test_waiting_requests_of_a_client_that_is_gone_are_dropped(
         lambda: not len(node._server._connections), "the node has noticed that the client is gone"
     )
     may_continue.set()
-    storage = connect(stack, nodes.endpoints)
+    storage = connect(stack, nodes.addresses)
     check(storage, fetch(storage, [0]), [0])
     wait_until(lambda: not node._waiting, "no request waits")
     # Far fewer than 100: only requests whose reads had started, and one of the other client.
@@ -361,13 +361,13 @@ def test_replies_are_bounded_and_the_rest_is_requested_again(
     monkeypatch.setattr(protocol, "REQUEST_SAMPLES", 9)
     nodes = start(stack, store)
     sample_ids = list(range(SAMPLES))
-    storage = connect(stack, nodes.endpoints)
+    storage = connect(stack, nodes.addresses)
     check(storage, fetch(storage, sample_ids), sample_ids)
     node = nodes.running[0]
     assert node is not None
     assert node.requests > 3
     # A request may repeat one sample.
-    client = Client("greedy", nodes.endpoints[0])
+    client = Client("greedy", nodes.addresses[0])
     stack.callback(client.close)
     largest = max(sample_ids, key=lambda sample_id: len(bytes_of(sample_id)))
     for count, kind in ((9, protocol.DATA), (10, protocol.FAILED), (100_000, protocol.FAILED)):
@@ -391,12 +391,12 @@ def test_nodes_with_keys_admit_only_allowed_clients(
     stack.callback(node.close)
     server_key = load_public_key(keys_of["node"][0])
     friend = Identity(load_keys(keys_of["friend"][1]), server_key)
-    storage = connect(stack, [node.endpoint], identity=friend)
+    storage = connect(stack, [node.address], identity=friend)
     check(storage, fetch(storage, [0, 1, 2]), [0, 1, 2])
     stranger = Identity(load_keys(keys_of["stranger"][1]), server_key)
     for identity in (stranger, None):
         with pytest.raises(PeerTimeoutError, match="keys match"):
-            NodeStorage([node.endpoint], identity=identity, timeout=0.5)
+            NodeStorage([node.address], identity=identity, timeout=0.5)
     with pytest.raises(ConfigError, match="name must be new"):
         create_keys(tmp_path, "node")
     with pytest.raises(ConfigError, match="key_secret"):

@@ -338,7 +338,7 @@ def test_a_hostile_table_of_a_storage_node_is_a_protocol_error(folder: Path) -> 
         StoreNode(Hostile()) as node,  # type: ignore[arg-type]
         pytest.raises(ProtocolError, match=r"storage node 0 .*not UTF-8"),
     ):
-        NodeStorage([node.endpoint], timeout=20)
+        NodeStorage([node.address], timeout=20)
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_threads_that_read_one_archive_get_the_right_bytes(
 def test_a_storage_node_serves_many_requests_for_an_archive_at_once(archives: Path) -> None:
     reader = open_reader(f"tar://set::file://{archives}/a.tar")
     with StoreNode(reader, read_threads=READERS) as node:
-        storage = NodeStorage([node.endpoint], timeout=30)
+        storage = NodeStorage([node.address], timeout=30)
         batches = np.array_split(np.random.default_rng(0).permutation(COUNT).astype(np.uint32), 16)
         for fetch_id, sample_ids in enumerate(batches):
             storage.submit(fetch_id, 0, sample_ids)

@@ -45,7 +45,7 @@ class EmbeddedStorage(NodeStorage):
                 for node in range(config.nodes)
             ]
             super().__init__(
-                [node.endpoint for node in store_nodes],
+                [node.address for node in store_nodes],
                 replicas=config.replicas,
                 timeout=config.timeout,
             )

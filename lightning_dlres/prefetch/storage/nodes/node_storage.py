@@ -93,7 +93,7 @@ class NodeStorage(Storage):
     """N storage nodes that run elsewhere.
 
     Args:
-        endpoints: Addresses of the nodes, in order: sample i is on node i mod N.
+        addresses: Addresses of the nodes, in order: sample i is on node i mod N.
         replicas: Number of nodes that have each sample, r: sample i is also on the r - 1 nodes
             after its own.
         timeout: Seconds after which a fetch fails and is not tried again.
@@ -107,23 +107,23 @@ class NodeStorage(Storage):
 
     def __init__(
         self,
-        endpoints: Sequence[str],
+        addresses: Sequence[str],
         *,
         replicas: int = 1,
         timeout: float = 30.0,
         identity: Identity | None = None,
     ) -> None:
         super().__init__()
-        if not endpoints:
+        if not addresses:
             raise ConfigError(
-                got_expected("endpoints", endpoints, "at least one", "tcp://host:5555")
+                got_expected("addresses", addresses, "at least one", "tcp://host:5555")
             )
-        if not 1 <= replicas <= len(endpoints):
+        if not 1 <= replicas <= len(addresses):
             raise ConfigError(
-                got_expected("replicas", replicas, f"1 to {len(endpoints)} nodes", "replicas=1")
+                got_expected("replicas", replicas, f"1 to {len(addresses)} nodes", "replicas=1")
             )
-        self.nodes = len(endpoints)
-        self._endpoints, self._replicas, self._timeout = list(endpoints), replicas, timeout
+        self.nodes = len(addresses)
+        self._addresses, self._replicas, self._timeout = list(addresses), replicas, timeout
         self._identity = identity
         self._largest_sample_bytes = 0
         # Seconds of one attempt: the deadline leaves time for attempts at all replicas.
@@ -156,7 +156,7 @@ class NodeStorage(Storage):
         identity = self._identity
         return Client(
             f"cache {uuid.uuid4().hex}",
-            self._endpoints[node],
+            self._addresses[node],
             server=f"storage node {node}",
             curve=identity.curve if identity else None,
             server_key=identity.server_key if identity else None,
@@ -166,7 +166,7 @@ class NodeStorage(Storage):
         )
 
     def _name(self, node: int) -> str:
-        return f"storage node {node} ({self._endpoints[node]})"
+        return f"storage node {node} ({self._addresses[node]})"
 
     def _greet(self) -> tuple[SampleTable, set[int]]:
         """Send a hello to every node and get the table from one. Return the table, and the nodes

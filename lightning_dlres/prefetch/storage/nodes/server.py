@@ -132,7 +132,7 @@ class StoreNode:
         self._waiting: OrderedDict[str, deque[_ReadTask]] = OrderedDict()
         # Number of requests that are being read.
         self._num_reading, self._read_threads = 0, read_threads
-        self.endpoint = self._server.address
+        self.address = self._server.address
         # Totals since the start: "get" requests whose samples were read, and bytes of the samples.
         self.requests = 0
         self.sent_bytes = 0
