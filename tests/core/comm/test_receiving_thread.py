@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -37,11 +37,16 @@ def send_as_stranger(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.destroy, linger=0)
     client = context.socket(zmq.DEALER)
+    # Rank 0 may refuse the connection before or after the send. Without these options, the send or
+    # the end of the context would then wait for ever.
+    client.setsockopt(zmq.LINGER, 0)
+    client.setsockopt(zmq.SNDTIMEO, 0)
     client.setsockopt(zmq.IDENTITY, identity)
     if keys is not None:
         use_keys(client, keys, ranks.keys[0].public)
     client.connect(ranks.sockets[0].address)
-    client.send_multipart([PREFIX.pack(CHANNEL, 0) + payload.encode("false", ("key",))[0]])
+    with suppress(zmq.Again):
+        client.send_multipart([PREFIX.pack(CHANNEL, 0) + payload.encode("false", ("key",))[0]])
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
