@@ -32,12 +32,11 @@ class SettingsSnapshot(NamedTuple):
 
 
 class LayerSettings:
-    """The settings of a model.
+    """Reader of a model's settings, which can also put them back.
 
     Args:
-        root: The LightningModule.
-        layers: Layers of the pipeline. Attributes are those of the layers' modules only, and
-            parameters those of the whole root.
+        root: The LightningModule. `requires_grad` of all its parameters is a setting.
+        layers: Layers of the pipeline. Numbers, strings and flags of their modules are settings.
     """
 
     def __init__(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:

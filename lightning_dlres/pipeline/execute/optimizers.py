@@ -18,16 +18,17 @@ from torch.optim import Optimizer, SparseAdam
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.rng import forked
-from lightning_dlres.pipeline.profile.optimizer_trials import NeedsClosure, stepped, trial_options
+from lightning_dlres.pipeline.profile.optimizer_trials import NeedsClosure, run_trial, trial_options
 
 
 def require_separable(optimizer: Optimizer) -> None:
     """Check that the optimizer updates each parameter independently.
 
-    A trial that raises another error decides nothing: the result is a warning.
+    A trial may also fail for a reason of its own. The optimizer is then accepted with a warning.
 
     Raises:
-        ConfigError: If it does not, or needs a closure in every step.
+        ConfigError: If an update of one parameter depends on another, or if the optimizer needs a
+            closure in every step.
     """
     optimizer_class: Any = type(optimizer)
     name = optimizer_class.__name__
@@ -103,27 +104,31 @@ def require_dense(optimizer: Optimizer, summed: Container[nn.Parameter]) -> None
 
 
 def _is_separable(optimizer_class: Any, options: dict[str, Any]) -> bool:
-    together = _trial(optimizer_class, options, [0, 1])
-    alone = [_trial(optimizer_class, options, [0])[0], _trial(optimizer_class, options, [1])[0]]
+    together = _updated(optimizer_class, options, [0, 1])
+    alone = [
+        _updated(optimizer_class, options, [0])[0],
+        _updated(optimizer_class, options, [1])[0],
+    ]
     return all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
-def _trial(optimizer_class: Any, options: dict[str, Any], indices: list[int]) -> list[Tensor]:
-    """Return the trial parameters with these indices after a few steps; see `stepped`."""
-    parameters, _ = stepped(optimizer_class, options, indices)
+def _updated(optimizer_class: Any, options: dict[str, Any], indices: list[int]) -> list[Tensor]:
+    """Return the trial parameters with these indices after a few steps; see `run_trial`."""
+    parameters, _ = run_trial(optimizer_class, options, indices)
     return [parameter.detach() for parameter in parameters]
 
 
 def set_state_device(optimizer: Optimizer, device: torch.device) -> None:
     """Move the state tensors that have their parameter's shape to a device.
 
-    Others, such as step counts, stay: each optimizer has its own device for these.
+    Tensors of other shapes stay where they are. Most are step counts, and each optimizer has its
+    own device for these.
     """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if (
                 isinstance(value, Tensor)
-                # The count of a parameter without dimensions has the parameter's shape.
+                # A step count has no dimensions. A scalar parameter has the same shape.
                 and key != "step"
                 and value.shape == parameter.shape
                 and value.device != device

@@ -17,7 +17,7 @@ from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.rng import forked
 from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
 from lightning_dlres.pipeline.profile.layer_times import ComputeClock
-from lightning_dlres.pipeline.profile.optimizer_trials import TRIAL_RATE, stepped, trial_options
+from lightning_dlres.pipeline.profile.optimizer_trials import TRIAL_RATE, run_trial, trial_options
 
 # Bytes of parameters in a timed trial.
 _TRIAL_BYTES = 16 << 20
@@ -35,7 +35,7 @@ def state_ratio(optimizer: Optimizer) -> float:
     try:
         with forked(torch.device("cpu")):
             for options in trial_options(optimizer):
-                (parameter,), trial = stepped(type(optimizer), options, [0])
+                (parameter,), trial = run_trial(type(optimizer), options, [0])
                 size = parameter.numel() * parameter.element_size()
                 state = [t for t in trial.state[parameter].values() if isinstance(t, Tensor)]
                 state_bytes = sum(t.numel() * t.element_size() for t in state if t.dim())

@@ -12,7 +12,7 @@ from torch.optim import Optimizer, SparseAdam
 # Learning rate of trials: large enough to change parameters visibly.
 TRIAL_RATE = 0.1
 _STEPS = 3
-# Entries of a parameter group that the optimizer does not accept as options.
+# Entries of a parameter group that the constructor of an optimizer does not accept as options.
 _NOT_OPTIONS = ("params", "initial_lr", "param_names")
 
 
@@ -33,10 +33,10 @@ def trial_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     return groups
 
 
-def stepped(
+def run_trial(
     optimizer_class: Any, options: dict[str, Any], indices: list[int]
 ) -> tuple[list[nn.Parameter], Optimizer]:
-    """Return trial parameters after a few steps, and the optimizer that stepped them.
+    """Run a few steps on small parameters; return the updated parameters and the optimizer.
 
     Args:
         optimizer_class: Class of the optimizer.
@@ -45,6 +45,7 @@ def stepped(
 
     Raises:
         NeedsClosure: If the optimizer needs a closure in every step.
+        Exception: Any other error of the optimizer's constructor or step.
     """
     values = [
         torch.linspace(-1.0, 1.0, 12).view(3, 4),

@@ -33,7 +33,7 @@ _STYLE: dict[str, tuple[str, str, str]] = {
     "sync": ("gradient sync", "#222222", ""),
 }
 _IDLE = "#E6E6E6"
-# Activities with the number of their micro-batch.
+# Activities whose bars show the number of their micro-batch.
 _NUMBERED = ("forward", "backward")
 # Activities in thin lanes below the bar of a row.
 _LANES = ("activation", "gradient", "sync")
@@ -42,7 +42,7 @@ _DPI = 110
 _FONT_SIZES = (8.0, 7.0, 6.0, 5.0)
 # Margins and the space between panels, in inches.
 _RIGHT, _TOP, _BOTTOM, _BETWEEN = 0.6, 0.75, 0.55, 0.5
-# Units of the time axis: seconds of the shortest chart that uses the unit, name, units per second.
+# Units of the time axis: smallest length of the axis in seconds, name, units per second.
 _UNITS = ((10.0, "s", 1.0), (10e-3, "ms", 1e3), (0.0, "µs", 1e6))
 
 
@@ -170,8 +170,8 @@ class _Drawing:
     def _draw_bars(self, name: str, row: int, activities: Sequence[Activity]) -> None:
         thin = name in self.lanes
         top, height = (self.lane_top[name], self.lane_height) if thin else self.bar
-        # White edges separate neighbouring bars. Narrow bars have none, as they would cover the
-        # bar. A message has an edge of its own colour, as it may be narrower than a pixel.
+        # White edges separate neighbouring bars. A narrow bar has no edge, which would cover it. A
+        # message has an edge of its own colour, as it may be narrower than a pixel.
         edge_widths = [
             0.5 if thin or (a.end - a.start) * self.points_per_second > 2.5 else 0.0
             for a in activities
@@ -287,7 +287,7 @@ def _width(panels: Sequence[Panel]) -> float:
 
 
 def _label_inches(labels: Sequence[str]) -> float:
-    """Return the width of the longest line of the labels, in inches."""
+    """Return the left margin in inches: the longest line of the labels, and some space."""
     longest = max((len(line) for label in labels for line in label.splitlines()), default=0)
     return 0.25 + 0.072 * longest
 

@@ -35,8 +35,8 @@ class MeasuredStep:
             empty, since memory is not measured.
         interval: Seconds until the next step starts. None if no step follows directly: after the
             last one, and before an evaluation.
-        checked: True if the loss was checked in this step. The layers then run forward twice, and
-            the timeline holds the second run.
+        checked: True if a computation ran more than once, because the loss was checked or the step
+            was repeated. The timeline holds the last run of each computation.
         whole_loss: True if the loss was computed once over the whole batch, as under GPipe.
     """
 
@@ -191,7 +191,7 @@ class _Rank:
         steps: Span of each step, by batch.
         computed: By batch, the span of each computation by (name, micro-batch).
         synced: By batch, the all-reduces that began in its step.
-        checked: Batches in which some computation ran twice, because the loss was checked.
+        checked: Batches in which some computation ran more than once; see `MeasuredStep`.
         sent: By (kind of message, receiving rank), the transfers in order of their start.
         received: By (kind of message, sending rank), the transfers in order of their start.
     """
@@ -222,7 +222,7 @@ class _Rank:
         return batch if batch is not None and time_ns <= self.steps[batch].end_ns else None
 
     def _last_before(self, time_ns: int) -> int | None:
-        """Return the batch of the last step that began before a time, or None."""
+        """Return the batch of the last step that began at or before a time, or None."""
         index = bisect_right(self._starts, time_ns) - 1
         return self._batches[index] if index >= 0 else None
 
@@ -323,18 +323,18 @@ def _step(
     transfers: Mapping[int, Sequence[_Transfer]],
 ) -> MeasuredStep:
     """Return one step, made from the spans of all ranks; see `MeasuredStep`."""
-    # Spans number micro-batches over the global batch, and activities within their replica.
+    # Index of a micro-batch: in spans over the global batch, in activities within its replica.
     shares: list[set[int]] = [set() for _ in replicas]
     for rank in ranks.values():
         shares[rank.replica] |= {m for _, m in rank.computed.get(batch, {})}
-    local = [
+    local_indices = [
         {m: index for index, m in enumerate(sorted(share - {ALL_MICROBATCHES}))} for share in shares
     ]
 
     def activity(name: str, place: tuple[int, int], m: int, times: tuple[int, int]) -> Activity:
-        local_number = local[place[0]].get(m, ALL_MICROBATCHES)
+        local_index = local_indices[place[0]].get(m, ALL_MICROBATCHES)
         start, end = ((time - start_ns) / 1e9 for time in times)
-        return Activity(name, *place, local_number, start, end)
+        return Activity(name, *place, local_index, start, end)
 
     activities = [
         activity(t.kind, (t.replica, t.stage), t.microbatch, (t.start_ns, t.end_ns))

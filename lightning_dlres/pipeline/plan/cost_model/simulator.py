@@ -37,14 +37,14 @@ class Activity:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One simulated step.
+    """One step, simulated here or measured by `report.timeline`.
 
     Attributes:
         activities: All activities, in the order of their starts.
-        step_seconds: Seconds until every stage has ended its computations, its gradient
-            synchronisation and its optimizer's step.
+        step_seconds: Seconds of the step. In a simulated step, every stage has then ended its
+            computations, its gradient synchronisation and its optimizer's step.
         busy_seconds: Seconds that each stage computes, one tuple per replica.
-        peak_bytes: Largest number of bytes that each stage holds at a time.
+        peak_bytes: Largest number of bytes that each stage holds at a time; empty if not known.
     """
 
     activities: tuple[Activity, ...]
