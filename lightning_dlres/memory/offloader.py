@@ -19,7 +19,7 @@ from lightning_dlres.core.units import format_bytes
 from lightning_dlres.memory.config import OffloaderConfig
 from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.bitwise_check import BitwiseCheck
-from lightning_dlres.memory.execute.engine import SavedTensors
+from lightning_dlres.memory.execute.engine import OffloadEngine
 from lightning_dlres.memory.execute.transfer.gpu import Gpu, gpu_of
 from lightning_dlres.memory.measurements import StepMeasurements
 from lightning_dlres.memory.module_patches import NO_PATCHES, ModulePatches, without_patches_of
@@ -89,7 +89,7 @@ class Offloader:
         self._optimizer_bytes, self._is_compiled, self._log = optimizer_bytes, is_compiled, log
         self._may_profile, self._warn, self._given_plan = may_profile, warn, given_plan
         self._gpu = gpu or gpu_of(device)
-        self._engine = SavedTensors(config.min_bytes, device)
+        self._engine = OffloadEngine(config.min_bytes, device)
         self._tiers = TierSet(config, device, self._gpu)
         self._plan_maker = PlanMaker(config, warn)
         self._shapes: OrderedDict[Hashable, ShapeSteps] = OrderedDict()

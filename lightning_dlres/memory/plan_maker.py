@@ -40,7 +40,10 @@ class PlanMaker:
         reuse: bool,
         unpatched: MemoryPlan | None = None,
     ) -> MemoryPlan:
-        """Return the fastest plan.
+        """Return the fastest plan within the limits.
+
+        If no plan meets them and `on_over_budget` is "warn", warn, and return a plan with the
+        smallest possible peak.
 
         Args:
             profile: Profile of a step.
@@ -50,7 +53,7 @@ class PlanMaker:
                 profile. A share in `saved_budget` refers to what those steps save.
 
         Raises:
-            ConfigError: If no plan meets the limits, and the configuration makes that an error.
+            ConfigError: If no plan meets the limits, and `on_over_budget` is "error".
         """
         config = self._config
         try:
@@ -60,6 +63,7 @@ class PlanMaker:
             if config.on_over_budget == "error":
                 raise
             self._warn(f"{error} Training continues with the smallest peak that can be met.")
+        # The budgets are dropped. A tier has no more room than its limit.
         limits = MemoryLimits(tiers={tier.name: tier.limit for tier in config.tiers})
         smallest = smallest_budget(profile, limits, config.actions, recompute, reuse)
         limits = replace(limits, device=smallest)
@@ -78,8 +82,7 @@ class PlanMaker:
             patches: Patches of those steps.
 
         Raises:
-            ConfigError: If neither plan meets the limits, and the configuration makes that an
-                error.
+            ConfigError: If neither plan meets the limits, and `on_over_budget` is "error".
         """
         candidates: list[tuple[MemoryPlan, StepProfile, ModulePatches]] = []
         first_error: ConfigError | None = None
@@ -110,7 +113,10 @@ class PlanMaker:
     def _limits(
         self, profile: StepProfile, recompute: bool, reuse: bool, unpatched: MemoryPlan | None
     ) -> MemoryLimits:
-        """Return the limits in bytes; a share and "min" are computed from the profile."""
+        """Return the limits in bytes.
+
+        "min" is computed from the profile, and a share from what the steps without patches save.
+        """
         config = self._config
         saved = config.saved_limit
         if saved <= 1:

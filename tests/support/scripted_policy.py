@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.memory.execute.actions import MemoryAction
-from lightning_dlres.memory.execute.engine import SavedTensors
+from lightning_dlres.memory.execute.engine import OffloadEngine
 from lightning_dlres.memory.execute.policy import Placement
 from lightning_dlres.memory.execute.reuse.function import MemoryOwner
 from lightning_dlres.memory.execute.saved_storage import SavedStorage
@@ -112,7 +112,7 @@ class ScriptedEngine:
         late: bool = False,
     ) -> None:
         self.tier = SlabTier(tier_bytes, directory)
-        self._engine = SavedTensors(min_bytes)
+        self._engine = OffloadEngine(min_bytes)
         self._policy = ScriptedPolicy(decide, self.tier, LateCopier() if late else DirectCopier())
         self.byte_counter = self._engine.byte_counter
 

@@ -31,8 +31,8 @@ from lightning_dlres.memory.execute.spans import span_of
 Unpacked = tuple[int, SavedTensor, OffloadPolicy]
 
 
-class SavedTensors:
-    """Saved tensors of the steps that run under `hooks`.
+class OffloadEngine:
+    """Engine for the tensors that autograd saves in the steps that run under `hooks`.
 
     Args:
         min_bytes: Storages with fewer bytes are not managed.
@@ -76,7 +76,7 @@ class SavedTensors:
                 return self._pack(tensor, policy)
 
         leaves = (tensor for tensor in exempt_tensors if tensor.requires_grad and tensor.is_leaf)
-        handles = [leaf.register_hook(self._own_gradient) for leaf in leaves]
+        handles = [leaf.register_hook(self._unshared_gradient) for leaf in leaves]
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
                 yield
@@ -158,7 +158,8 @@ class SavedTensors:
     def take_ownership(self, tensor: Tensor, unpacked: list[Unpacked]) -> bool:
         """Hand the memory of an unpacked tensor over to the caller, if nothing else can read it.
 
-        Reference counts decide. A graph that is kept for a second backward prevents it.
+        Reference counts decide. The caller never gets memory of a graph that is kept for a second
+        backward.
 
         Args:
             tensor: Unpacked tensor, which only the caller holds.
@@ -187,8 +188,8 @@ class SavedTensors:
         if has_storage(tensor) and storage_owner_count(tensor) > known_owners:
             self._shared.setdefault(storage_key(tensor), tensor)
 
-    def _own_gradient(self, gradient: Tensor | None) -> Tensor | None:
-        """Clone a parameter's gradient if it shares memory with a saved tensor.
+    def _unshared_gradient(self, gradient: Tensor | None) -> Tensor | None:
+        """Return a clone of a parameter's gradient that shares memory with a saved tensor, or None.
 
         A custom function may return a tensor that it has saved. Under hooks autograd takes it for a
         new tensor, and makes it `.grad`. Clipping, the optimizer or DDP would then write to the
@@ -203,8 +204,9 @@ class _UnmanagedTensor:
     """Handle of a saved tensor that the engine leaves alone.
 
     Attributes:
-        alias: Alias of the tensor, with its version counter. A node that saves its own output
-            would hold the tensor, which holds the node: the two would never be freed.
+        alias: Detached alias that shares the tensor's version counter. The tensor itself refers to
+            its node in the graph. If a node saved its own output, it would therefore hold itself,
+            and would never be freed.
         version: Version of the tensor when it was saved.
     """
 
@@ -216,7 +218,10 @@ class _UnmanagedTensor:
 
 
 class _Packed:
-    """Object that autograd holds: the handle of a saved tensor, and the policy that placed it."""
+    """Object that autograd holds: the handle of a saved tensor, and the policy that placed it.
+
+    The policy of an unmanaged tensor is None.
+    """
 
     __slots__ = ("policy", "saved")
 
@@ -225,9 +230,12 @@ class _Packed:
 
 
 def _require_unchanged(tensor: Tensor, version: int) -> None:
-    """Raise autograd's own error for a tensor that was changed in place since it was saved.
+    """Check that a tensor was not changed in place since it was saved.
 
     Autograd does not check versions itself where hooks replace saved tensors.
+
+    Raises:
+        RuntimeError: If it was changed. The text is that of autograd's own error.
     """
     now = version_of(tensor)
     if now != version:

@@ -24,7 +24,7 @@ from lightning_dlres.kernels import zvc
 from lightning_dlres.memory.config import MemoryConfig, OffloaderConfig, TierConfig
 from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.byte_counter import ByteCounter
-from lightning_dlres.memory.execute.engine import SavedTensors
+from lightning_dlres.memory.execute.engine import OffloadEngine
 from lightning_dlres.memory.execute.policy import Placement
 from lightning_dlres.memory.execute.saved_storage import SavedStorage
 from lightning_dlres.memory.execute.seen_storages import SeenStorages
@@ -218,7 +218,7 @@ def test_tensors_on_other_devices_stay(gpu: FakeGpu) -> None:
             return lambda: None
 
     for device in ("cuda:0", "cuda"):
-        engine: Any = SavedTensors(1, torch.device(device))
+        engine: Any = OffloadEngine(1, torch.device(device))
         x = torch.randn(64, 64, requires_grad=True)
         with engine.hooks(Refusing()):
             (x.relu() * x).sum().backward()

@@ -30,12 +30,13 @@ class LayerNormFormula:
 
     shape: tuple[int, ...]
     eps: float
+    # Each part of the input's gradient is read and written once more, to copy it to its place.
     extra_copies: float = 2.0
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Extras]:
         weight, bias = params
-        y, mean, scale = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
-        return y, (mean, scale)
+        y, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
+        return y, (mean, rstd)
 
     def differentiable_forward(self, x: Tensor, params: Params) -> Tensor:
         weight, bias = params
@@ -49,12 +50,12 @@ class LayerNormFormula:
 
     def backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         gradient, x = self._rows(call.gradient), self._rows(call.x)
-        mean, scale = (extra.view(-1, *(1 for _ in self.shape)) for extra in call.extras)
+        mean, rstd = (extra.view(-1, *(1 for _ in self.shape)) for extra in call.extras)
         param_gradients: tuple[Tensor | None, ...] = (None, None)
         if any(call.needs_gradient):
             mask = [False, *call.needs_gradient]
             param_gradients = _ops.native_layer_norm_backward(
-                gradient, x, self.shape, mean, scale, *call.params, mask
+                gradient, x, self.shape, mean, rstd, *call.params, mask
             )[1:]
         if call.out is not None:
             out = call.out.view(x.shape)
@@ -64,7 +65,7 @@ class LayerNormFormula:
                     x[part],
                     self.shape,
                     mean[part],
-                    scale[part],
+                    rstd[part],
                     *call.params,
                     [True, False, False],
                 )
@@ -78,15 +79,16 @@ class GroupNormFormula:
 
     groups: int
     eps: float
+    # As for `LayerNormFormula`.
     extra_copies: float = 2.0
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Extras]:
         samples, channels = x.shape[:2]
         weight, bias = params
-        y, mean, scale = torch.native_group_norm(
+        y, mean, rstd = torch.native_group_norm(
             x, weight, bias, samples, channels, _inner(x), self.groups, self.eps
         )
-        return y, (mean, scale)
+        return y, (mean, rstd)
 
     def differentiable_forward(self, x: Tensor, params: Params) -> Tensor:
         weight, bias = params
@@ -111,12 +113,12 @@ class GroupNormFormula:
     def _gradients(
         self, call: BackwardCall, part: slice, mask: list[bool]
     ) -> tuple[Tensor | None, ...]:
-        mean, scale = call.extras
+        mean, rstd = call.extras
         gradients: tuple[Tensor | None, ...] = _ops.native_group_norm_backward(
             call.gradient[part].contiguous(),
             call.x[part],
             mean[part],
-            scale[part],
+            rstd[part],
             call.params[0],
             part.stop - part.start,
             call.x.shape[1],
@@ -142,6 +144,8 @@ class BatchNormFormula:
     uses_batch: bool
     momentum: float
     eps: float
+    # Three copies, each with a read and a write: the contiguous parts of the input and of the
+    # output's gradient, and the input's gradient.
     extra_copies: float = 6.0
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Extras]:
@@ -164,7 +168,8 @@ class BatchNormFormula:
 
     def reusable_bytes(self, x: Tensor) -> int:
         # Three tensors take memory for one part: the input's gradient, and the contiguous copies of
-        # the input and of the output's gradient.
+        # the input and of the output's gradient. With one or two channels a part is so large that
+        # the result is negative.
         return x.nbytes - 3 * (x.nbytes - bytes_but_largest_part(x, x.shape[1]))
 
     def backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
