@@ -34,8 +34,8 @@ _mixed = subroutine(mixed_bits, nogil=True)
 
 
 def _larger(magnitude: Any, largest: Any) -> Any:
-    """Return the larger one of two magnitudes; infinity if one is NaN."""
-    # A comparison with NaN is false.
+    """Return the larger one of two magnitudes; infinity if `magnitude` is NaN."""
+    # NaN does not equal itself.
     larger = largest if magnitude <= largest else magnitude
     return larger if magnitude == magnitude else float32(np.inf)
 
@@ -121,10 +121,10 @@ def encode_nearest(
         bits: Bits of a code: 4 or 8.
     """
     maxima = np.empty(_MAXIMA, np.float32)
-    size = BLOCK * bits // 32
+    words_of_block = BLOCK * bits // 32
     top = float32((1 << (bits - 1)) - 1)
     for block in range(steps.size):
-        first, word = block * BLOCK, block * size
+        first, word = block * BLOCK, block * words_of_block
         values, errors = gradient[first : first + BLOCK], residual[first : first + BLOCK]
         maxima[:] = 0
         for start in range(0, values.size, _MAXIMA):
@@ -134,13 +134,13 @@ def encode_nearest(
                 maxima[i] = _maximum(abs(value), maxima[i])
         step = _step(maxima, top)
         steps[block] = step
-        _block_encoder(values, errors, words[word : word + size], scale, step, top, bits)
+        _block_encoder(values, errors, words[word : word + words_of_block], scale, step, top, bits)
 
 
 def _encode_block_stochastic(
     values: Any, words: Any, scale: Any, step: Any, top: Any, bits: Any, start: Any, seed: Any
 ) -> None:
-    """Encode one block; `start` is the position of its first element in the unit.
+    """Encode one block; `start` is the position of its first element in the whole gradient.
 
     The random number of an element depends on its position and the seed.
     """
@@ -195,18 +195,19 @@ def encode_stochastic(
 
     Args:
         gradient: float32[n].
-        numbers: int64[blocks(n)]: number of each block in the unit, so that the random numbers do
-            not depend on the split.
+        numbers: int64[blocks(n)]: number of each block in the whole gradient. The random numbers
+            then do not depend on the pieces into which `layout.run` cuts the gradient.
         steps: float32[blocks(n)]: distance between adjacent levels of each block. Values beyond the
             highest level are clipped.
         words: uint32[words(n, bits)].
         scale: Power of two by which the gradient is multiplied.
         bits: Bits of a code: 2, 4 or 8.
         seed: Seed of the random numbers.
-        per_block: True sets the steps from the largest magnitude of each block.
+        per_block: True writes the steps, from the largest magnitude of each block. False reads
+            them.
     """
     maxima = np.empty(_MAXIMA, np.float32)
-    size = BLOCK * bits // 32
+    words_of_block = BLOCK * bits // 32
     top = float32((1 << (bits - 1)) - 1)
     mixed_seed = _mixed(uint32(seed))
     for block in range(steps.size):
@@ -220,7 +221,7 @@ def encode_stochastic(
             steps[block] = _step(maxima, top)
         _stochastic_block_encoder(
             values,
-            words[block * size : block * size + size],
+            words[block * words_of_block : (block + 1) * words_of_block],
             scale,
             steps[block],
             top,
@@ -267,10 +268,10 @@ def decode(out: Any, steps: Any, words: Any, scale: Any, bits: Any, accumulate: 
         bits: Bits of a code: 2, 4 or 8.
         accumulate: Add to `out` instead of replacing it.
     """
-    size = BLOCK * bits // 32
+    words_of_block = BLOCK * bits // 32
     for block in range(steps.size):
         _block_decoder(
-            words[block * size : block * size + size],
+            words[block * words_of_block : (block + 1) * words_of_block],
             out[block * BLOCK : block * BLOCK + BLOCK],
             steps[block] * scale,
             bits,

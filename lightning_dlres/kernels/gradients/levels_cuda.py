@@ -50,7 +50,7 @@ def encode_stochastic(
     seed: int,
     per_block: bool,
 ) -> None:
-    """Write the codes of a payload, and its steps if there is one `per_block`.
+    """Write the codes of a payload; with `per_block`, also the steps.
 
     See `levels.encode_stochastic`.
     """
@@ -106,7 +106,7 @@ def kernels(bits: int) -> LevelKernels:
 
 @device_function
 def _step_of_block(own: Any, top: Any, lanes: Any, lane: Any) -> Any:
-    """Return a block's distance between adjacent levels to all its threads; NaN if not finite.
+    """Return a block's step to all its threads; NaN if a value is not finite.
 
     Args:
         own: Largest magnitude of this thread's elements; infinity if one is not finite.
@@ -116,7 +116,7 @@ def _step_of_block(own: Any, top: Any, lanes: Any, lane: Any) -> Any:
     """
     lanes[0, lane] = own
     tree_largest(lanes, lane)
-    # A selected NaN has the bits of the CPU's NaN; one from a division has not.
+    # A selected NaN has the same bits as on the CPU; a NaN from a division does not.
     is_finite = lanes[0, 0] <= float32(LARGEST)
     return divide(lanes[0, 0], top) if is_finite else float32(np.nan)
 
@@ -148,7 +148,7 @@ def kernel_functions(bits: int) -> LevelKernels:
             word_index = w * THREADS + lane
             for p in range(planes):
                 element = p * count + word_index
-                # All loads come before the first store, so that many are under way at once.
+                # All loads come before the first store, so that many loads are in flight.
                 value = float32(0)
                 if word_index < count and element < size:
                     scaled = multiply(gradient[first + element], scale)

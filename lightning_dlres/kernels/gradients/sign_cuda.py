@@ -63,7 +63,7 @@ def sign_encode(gradient: Any, residual: Any, means: Any, words: Any, scale: Any
     above, below, at_least_zero = float32(0), float32(0), float32(0)
     for p in range(_PLANES):
         element = p * count + lane
-        # All loads come before the first store, so that many of them are under way at once.
+        # All loads come before the first store, so that many loads are in flight.
         values[p] = float32(0)
         if lane < count and element < size:
             scaled = multiply(gradient[first + element], scale)

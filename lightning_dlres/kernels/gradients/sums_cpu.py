@@ -57,9 +57,9 @@ def moments(values: Any, largest: Any, sums: Any, pivot: Any) -> None:
             squares. Values that are not finite are left out.
         pivot: Number near the values, so that the squares of their differences lose no digits.
     """
-    tops, differences, squares = np.empty(LANES, np.float32), np.empty(LANES), np.empty(LANES)
+    maxima, differences, squares = np.empty(LANES, np.float32), np.empty(LANES), np.empty(LANES)
     for block in range(largest.size):
-        tops[:], differences[:], squares[:] = 0, 0, 0
+        maxima[:], differences[:], squares[:] = 0, 0, 0
         in_block = values[block * BLOCK : block * BLOCK + BLOCK]
         for first in range(0, in_block.size, LANES):
             part = in_block[first : min(first + LANES, in_block.size)]
@@ -68,11 +68,11 @@ def moments(values: Any, largest: Any, sums: Any, pivot: Any) -> None:
                 # A comparison with NaN is false, so this finds NaN and the infinities.
                 is_finite = magnitude <= LARGEST
                 magnitude = magnitude if is_finite else np.float32(np.inf)
-                tops[i] = magnitude if magnitude > tops[i] else tops[i]
+                maxima[i] = magnitude if magnitude > maxima[i] else maxima[i]
                 difference = float64(part[i]) - float64(pivot)
                 difference = difference if is_finite else float64(0)
                 differences[i] += difference
                 squares[i] += difference * difference
-        top = tops.max()
-        largest[block] = top if top <= LARGEST else np.float32(np.nan)
+        maximum = maxima.max()
+        largest[block] = maximum if maximum <= LARGEST else np.float32(np.nan)
         sums[block, 0], sums[block, 1] = tree_sum(differences), tree_sum(squares)

@@ -22,7 +22,8 @@ from lightning_dlres.kernels.gradients.layout import (
 
 BITS = 2
 _HEADER_BYTES, _HEADER_WORDS = 4, 1
-# Smallest threshold: zero would send every element.
+# Smallest threshold in a payload: the smallest normal float32. With a threshold of zero, elements
+# of zero would be sent, too.
 SMALLEST = float(np.finfo(np.float32).tiny)
 # Codes: 0 is zero.
 POSITIVE, NEGATIVE, NOT_FINITE = 1, 2, 3
@@ -49,8 +50,8 @@ def encode(
         payload: uint8[payload_bytes(n)].
         threshold: float32[1], at least 0; updated in place if `multiple` is given.
         scale: Power of two by which the gradient is multiplied.
-        multiple: None keeps the threshold; zero then encodes as the smallest positive number. With
-            a number, a threshold of zero is first set to this multiple of the gradient's mean
+        multiple: None keeps the threshold. The payload then has `SMALLEST` in place of zero. With a
+            number, a threshold of zero is first set to this multiple of the gradient's mean
             magnitude. After encoding, the next call's threshold is set to this multiple of the mean
             magnitude of gradient plus residual, measured on a sixteenth of the elements.
     """

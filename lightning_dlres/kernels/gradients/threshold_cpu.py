@@ -76,8 +76,8 @@ def encode(
     Args:
         gradient: float32[n].
         residual: float32[n], updated in place. Elements whose value is not finite keep theirs.
-        numbers: int64[blocks(n)]: number of each block in the unit. The sample is another plane
-            in each block.
+        numbers: int64[blocks(n)]: number of each block in the whole gradient. It chooses the plane
+            of the block that is sampled.
         sums: float64[blocks(n), 2]: receives the sum of the finite magnitudes of a sixteenth of
             each block, and their number.
         words: uint32[words(n, BITS)].

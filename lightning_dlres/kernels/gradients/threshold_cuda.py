@@ -37,7 +37,7 @@ THREADS = BLOCK // _PLANES
 def start(gradient: Tensor, sums: Tensor, threshold: Tensor, scale: float, multiple: float) -> None:
     """Set a threshold of zero to a multiple of the gradient's mean magnitude; see `threshold`.
 
-    The kernels find out whether the threshold is zero, so that nothing waits for the GPU.
+    The kernels test whether the threshold is zero, so that the host does not wait for the GPU.
     """
     count = gradient.numel()
     if count:
@@ -162,7 +162,7 @@ def threshold_encode(
     sample = float32(np.inf)
     for p in range(_PLANES):
         element = p * count + lane
-        # All loads come before the first store, so that many of them are under way at once.
+        # All loads come before the first store, so that many loads are in flight.
         values[p] = float32(0)
         if lane < count and element < size:
             scaled = multiply(gradient[first + element], scale)
@@ -216,7 +216,7 @@ def threshold_adapt(sums: Any, threshold: Any, multiple: Any, only_zero: Any) ->
 
 
 def threshold_decode(out: Any, header: Any, words: Any, scale: Any, accumulate: Any) -> None:
-    """Kernel with the arguments of `threshold_cpu.decode`, and the payload's header."""
+    """Kernel with the arguments of `decode`; `words` are the codes as uint32."""
     values = cuda.local.array(_PLANES, float32)
     lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
     size = min(out.size - first, BLOCK)
