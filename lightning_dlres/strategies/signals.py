@@ -41,9 +41,11 @@ class DeferredSignals:
         self._handled_counts: dict[int, int] = {}
 
     def install(self) -> None:
-        """Replace the handlers that Lightning has registered since this object was made.
+        """Defer the signals that got a handler of Lightning since this object was made.
 
-        Lightning restores the handlers from before the run at the run's end.
+        From then on, such a signal is only counted, and `handle` runs Lightning's handler. At the
+        run's end, Lightning restores the handlers from before the run. Only the main thread can
+        replace handlers, so in another thread this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             return

@@ -25,8 +25,8 @@ from lightning_dlres.pipeline.execute.digest import digest
 from lightning_dlres.pipeline.plan.schedules.gpipe import GPipe
 from lightning_dlres.pipeline.stage.microbatch import cut
 from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
+    changed_collections,
     changed_generators,
-    changed_sequences,
     unsendable_values,
 )
 from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord, merge_parts
@@ -119,7 +119,7 @@ def reason_in_records(records: Sequence[Tree], logs: Sequence[Sequence[LogRecord
     for record in records:
         once = record["once_per_batch"]
         reason = _reason_in_effects(
-            sequences=once["sequences"],
+            collections=once["collections"],
             buffers=once["buffers"],
             extra=[],
             logger_calls=record["logger"],
@@ -160,7 +160,7 @@ def _reason_in_whole_run(step: LightningStep) -> str | None:
     """Return the first effect of a run on the whole batch that must happen once per batch only."""
     effects = step.effects
     return _reason_in_effects(
-        sequences=changed_sequences(effects.changed_attributes),
+        collections=changed_collections(effects.changed_attributes),
         buffers=effects.changed_buffers,
         extra=sorted(str(key) for key in step.extra or ()),
         logger_calls=effects.logger_calls[-1],
@@ -170,14 +170,14 @@ def _reason_in_whole_run(step: LightningStep) -> str | None:
 
 def _reason_in_effects(
     *,
-    sequences: Sequence[str],
+    collections: Sequence[str],
     buffers: Sequence[str],
     extra: Sequence[str],
     logger_calls: Sequence[Any],
     unsendable: Sequence[str],
 ) -> str | None:
-    if sequences:
-        return f"training_step adds to self.{sequences[0]}, which must happen once per batch"
+    if collections:
+        return f"training_step adds to self.{collections[0]}, which must happen once per batch"
     if buffers:
         return f"training_step changes the buffer {buffers[0]!r}, which must happen once per batch"
     if extra:

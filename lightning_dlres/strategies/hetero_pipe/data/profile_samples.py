@@ -66,13 +66,14 @@ def read_samples(
         if num_profiled == 1 and num_samples > 1 and not uncut:
             data, num_samples = split(data, [1, num_samples - 1])[0], 1
         if microbatch_size is None:
-            # The loader has no `batch_size`, so `data` is one whole batch of the loader.
+            # The loader has no `batch_size`. Take the samples that were read as a whole batch: they
+            # are one, if the loader made it.
             batch_size = num_samples
             microbatch_size = max(microbatch_sizes(num_samples, microbatches))
-        parts = 1 if uncut else max(1, num_samples // microbatch_size)
-        sizes = [microbatch_size] * (parts - 1)
+        num_parts = 1 if uncut else max(1, num_samples // microbatch_size)
+        sizes = [microbatch_size] * (num_parts - 1)
         sizes.append(num_samples - sum(sizes))
-        batches = [data] if parts == 1 else list(split(data, sizes))
+        batches = [data] if num_parts == 1 else list(split(data, sizes))
         inputs = []
         for part in batches:
             args = (part, 0) if takes_index else (part,)
@@ -80,7 +81,7 @@ def read_samples(
                 inputs.append(
                     LightningStep(context, args, keeps_batch=True, is_trial=True).module_inputs()
                 )
-        # A small batch is cut into single samples, and so into fewer micro-batches.
+        # A batch with fewer samples than micro-batches gives one micro-batch per sample.
         num_microbatches = min(microbatches, batch_size or microbatches)
         return ProfileSamples(inputs, batches, num_microbatches, whole_batch)
     finally:

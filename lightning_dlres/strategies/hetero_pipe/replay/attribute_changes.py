@@ -3,16 +3,17 @@
 The changes of one run of the step are a dict from the path of an object to its change. A change is
 a list that starts with its kind:
 
-- `["names", new, removed, order]`: attributes or dict entries. `new` has one list of four for each
-  name with a new value: the pair of the name, then the pair of its value. `removed` has the names
-  that were deleted. `order` has all keys of a dict if their order has changed, else it is None.
+- `["names", new, removed, order]`: attributes or dict entries. `new` has one list for each name
+  with a new value: `[encoding of the name, name, encoding of the value, value]`. `removed` has the
+  names that were deleted. `order` has all keys of a dict if their order has changed, else it is
+  None.
 - `["items", start, items]`: a list or deque. It keeps its first `start` items; `items` has those
   that follow.
 - `["set", new, removed]`: a set, with its new members and those that it no longer has.
 - `["state", state]`: a random generator.
 
-Every name, value, item and member is a pair `[encoding, value]`. The encoding says how the receiver
-makes the value:
+Every name, value, item and member has an encoding, and is sent as `[encoding, value]`. The encoding
+says how the receiver makes the value:
 
 - None: the value itself.
 - "in place": a tensor or array that is written into the one that the receiver has, so that other
@@ -20,10 +21,10 @@ makes the value:
 - "known": the value is the path of an object that existed before the run. The receiver uses its own
   object of that path; what the run changed in it is a change of its own.
 - "packed": the value is a container that `replay.containers` has packed.
-- "unsendable": the object cannot be sent. The value is `[class name, path, name]`. A rank that ran
-  the step uses the object of its own run. Other ranks keep the value that they have. If they have
-  nothing there, they get no such attribute, key or member; a new item of a list is None, so that
-  items after it have the same index on all ranks.
+- "unsendable": the object cannot be sent. The value is `[class name, path of the owner, name in the
+  owner]`. A rank that ran the step uses the object of its own run. Other ranks keep the value that
+  they have. If they have nothing there, they get no such attribute, key or member; a new item of a
+  list is None, so that items after it have the same index on all ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ UNSENDABLE = "unsendable"
 Unsendable = Mapping[tuple[str, Any], Any]
 
 
-def changed_sequences(changes: Tree) -> list[str]:
+def changed_collections(changes: Tree) -> list[str]:
     """Return the paths of the lists, deques and sets among the changes."""
     return [path for path, change in changes.items() if change[0] in ("items", "set")]
 
@@ -88,7 +89,7 @@ def fingerprints(changes: Tree) -> dict[str, int]:
 def apply_change(
     state: ObjectState, change: Tree, states: Mapping[str, ObjectState], unsendable: Unsendable
 ) -> None:
-    """Apply a change to an object; another rank has sent it, or this rank's own run has made it.
+    """Apply a change of another rank's run, or of this rank's own run, to an object.
 
     Args:
         state: State of the object now.
@@ -108,8 +109,8 @@ def apply_change(
     elif kind == "set":
         new, removed = rest
         removed_members = set(map(decode, removed))
-        # Members are removed by equality and by `value_key`: NaN equals nothing, and the key of an
-        # object does not match that of an equal copy.
+        # Members are removed by equality and by `value_key`. Equality alone would keep NaN, which
+        # equals nothing. `value_key` alone would keep an object of which an equal copy arrived.
         removed_keys = set(map(value_key, removed_members))
         remaining = {
             member
@@ -146,10 +147,11 @@ def _apply_names(
         namespace.pop(key, None)
     if order is not None:
         keys = [key for key in map(decode, order) if key in namespace]
-        sorted_content = {key: namespace[key] for key in keys}
-        sorted_content |= {key: v for key, v in namespace.items() if key not in sorted_content}
+        reordered = {key: namespace[key] for key in keys}
+        # Keys that only this rank has follow at the end.
+        reordered |= {key: value for key, value in namespace.items() if key not in reordered}
         namespace.clear()
-        namespace.update(sorted_content)
+        namespace.update(reordered)
 
 
 def _decode(
@@ -181,7 +183,7 @@ def _decode(
 
 
 def _encoded_values(change: Tree) -> Iterator[Sequence[Any]]:
-    """Yield the pairs `[encoding, value]` of a change, but not those of an order."""
+    """Yield the pairs `[encoding, value]` of a change, except those in the `order` of a dict."""
     kind, *rest = change
     if kind == "names":
         new, removed, _ = rest

@@ -26,7 +26,8 @@ class NonPipelinedBuffers:
 
     Args:
         layers: The model's layers.
-        device: Device of this rank, for buffers that `apply` adds.
+        device: Device of this rank, for buffers that `apply` makes: those without a buffer of the
+            same shape and dtype on this rank.
     """
 
     def __init__(self, layers: ModelLayers, device: torch.device) -> None:
@@ -61,7 +62,7 @@ class NonPipelinedBuffers:
         }
 
     def restore(self, before: Buffers) -> None:
-        """Put the buffers of a snapshot back, and remove all others."""
+        """Put the buffers of a snapshot back, and set all others to None."""
         for name, buffer in before.items():
             _set_buffer(self._layers.root, name, buffer)
         for name in self.snapshot().keys() - before.keys():

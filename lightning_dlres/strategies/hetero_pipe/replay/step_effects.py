@@ -34,7 +34,7 @@ from lightning_dlres.pipeline.execute.digest import digest
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
-    changed_sequences,
+    changed_collections,
     fingerprints,
     unsendable_values,
 )
@@ -107,7 +107,7 @@ class StepEffects:
         # Names of changes that a step per micro-batch must not make, over all runs: a micro-batch
         # before the last may be the only one that makes them.
         self._once_per_batch: dict[str, set[str]] = {
-            "sequences": set(),
+            "collections": set(),
             "buffers": set(),
             "unsendable": set(),
         }
@@ -173,7 +173,7 @@ class StepEffects:
             "buffers": self._buffers.diff(self._buffers_before),
             "should_stop": self._changes["should_stop"] or bool(self._trainer.should_stop),
         }
-        self._once_per_batch["sequences"].update(changed_sequences(attributes))
+        self._once_per_batch["collections"].update(changed_collections(attributes))
         self._once_per_batch["buffers"].update(self._changes["buffers"])
         self._once_per_batch["unsendable"].update(unsendable_values(attributes))
         text = run.output.getvalue()

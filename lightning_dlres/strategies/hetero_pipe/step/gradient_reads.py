@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_dlres.pipeline.stage.remote_parameters import set_gradient_read_hook
 
-# Modules that read gradients for their caller, such as `clip_grad_norm_`.
+# Beginnings of the names of modules whose functions read gradients for their caller, such as
+# `clip_grad_norm_`. The warning names the caller.
 _HELPER_MODULES = ("torch.nn.utils", "torch.utils", "lightning.pytorch.utilities")
+# Beginnings of the names of modules that may read gradients without a warning, such as optimizers.
 _LIBRARIES = ("torch.", "lightning.", "lightning_dlres.")
 _CLIPPING_HOOK = "configure_gradient_clipping"
 
