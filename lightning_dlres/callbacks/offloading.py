@@ -160,7 +160,8 @@ class TrainingSteps:
 
         Args:
             module: LightningModule that is trained.
-            batch: Batch of this step, on the device.
+            batch: Batch of this step. `MemoryPrecision` has it from before its transfer to the
+                device.
             is_stepping: Whether the optimizer steps after this batch.
         """
         self.abandon()

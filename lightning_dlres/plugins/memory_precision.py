@@ -24,9 +24,9 @@ class MemoryPrecision(MemoryBudget, Precision):
     """Precision plugin that keeps device memory within a budget; see `ActivationOffload`.
 
     `Trainer(plugins=dlres.MemoryPrecision("bf16-mixed", budget="8GiB"))` computes the same bits as
-    `Trainer(precision="bf16-mixed")`: every hook is passed on to Lightning's own plugin for that
-    precision. Runs with and without this plugin can read each other's checkpoints, because the
-    gradient scaler's state is saved under Lightning's usual key.
+    `Trainer(precision="bf16-mixed")`, unless `exact=False` is given: every hook is passed on to
+    Lightning's own plugin for that precision. Runs with and without this plugin can read each
+    other's checkpoints, because the gradient scaler's state is saved under Lightning's usual key.
 
     Args:
         precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true".
@@ -48,6 +48,7 @@ class MemoryPrecision(MemoryBudget, Precision):
         self.precision: Any = precision
         self.inner = _lightning_plugin(precision)
         self._module: LightningModule | None = None
+        # Latest batch, before its transfer to the device.
         self._batch: Any = None
         # True inside `optimizer_step`, whose closure runs the training step.
         self._is_stepping = False
