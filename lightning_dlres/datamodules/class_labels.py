@@ -43,7 +43,8 @@ class ClassLabels:
         """Return the class names. List the folders first if the names are not known.
 
         Raises:
-            ConfigError: If samples have no labels, or the source has no folders.
+            ConfigError: If samples have no labels, no source is given, or a sample is in no folder.
+            PeerTimeoutError: If a storage node does not answer.
         """
         if self._given is None:
             raise ConfigError(

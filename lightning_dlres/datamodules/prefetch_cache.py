@@ -70,8 +70,8 @@ class PrefetchCacheDataModule(LightningDataModule):
         capacity: Bytes of a host's cache for training. Each other split has a quarter of it, which
             the sets of a list share.
         prefetch: Maximum number of samples in one request to a storage node.
-        lookahead: Bytes that are requested ahead of need. None: half of the capacity. 0: the
-            published method, which requests samples on a miss only.
+        lookahead: Bytes that are requested ahead of need. None: half of the capacity. 0: only a
+            miss requests samples: the missing one, and the next `prefetch` - 1 of its node.
         replicas: Number of storage nodes that have each sample.
         nodes: Number of embedded storage nodes. None: 4.
         pinned: Bytes for training samples that are fetched once and stay for all epochs.
@@ -84,16 +84,17 @@ class PrefetchCacheDataModule(LightningDataModule):
         shuffle: True: training samples come in another order in every epoch.
         seed: Seed of these orders and of `Sample.seed`, the same on all ranks.
         decode: Function that turns a `Sample` (key, bytes, seed) into an item. None: items of a
-            map-style data set are decoded, other samples stay as they are.
-        collate: Function that turns a list of items into a batch. None: torch's `default_collate`.
+            map-style data set are decoded, and other samples stay of the class `Sample`.
+        collate: Function that turns a list of items into a batch. None: torch's `default_collate`;
+            a batch of samples that are not decoded is the list itself.
         num_workers: Number of threads or processes that decode. 0: the training process decodes.
         worker_type: "thread" or "process".
         pin_memory: True: if there is a GPU, tensors of a batch are copied into page-locked memory,
             so that the copy to the GPU does not block the training process.
-        timeout: Time after which a sample that has not arrived is an error.
+        timeout: Time after which a sample that has not arrived is an error. Numbers are seconds.
         max_inflight_requests: Maximum number of requests ahead of need in flight to one node.
-        read_threads: Number of requests that an embedded node, or a rank without a cache, reads at
-            the same time. None: 4, or 16 without a cache.
+        read_threads: Number of requests that are read at the same time by an embedded node, a cache
+            that reads files itself, or a rank without a cache. None: 16 without a cache, else 4.
         store: Directory for map-style data sets, with one store for each split. A store that exists
             is used if it holds the data set. None: a temporary directory, removed at the end.
         key: File with this process's key pair, for storage nodes that use CURVE.
@@ -101,7 +102,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         follow_links: True: links in a local folder are followed even if they lead out of it.
             False: such links are left out, with a warning.
         labels: "folder": a sample's class is the first folder of its key, as in torchvision's
-            ImageFolder, and an item becomes a pair of the result of `decode` and the number of the
+            ImageFolder, and an item becomes a pair of the result of `decode` and the index of the
             class. Classes are the folders of the training samples (or of the first split that is
             given), in alphabetical order. A list of names: these classes, in this order. None:
             samples have no labels. Samples of `predict` never have any.
@@ -228,10 +229,8 @@ class PrefetchCacheDataModule(LightningDataModule):
             # Check all arguments now, and not when the split is used.
             for source in split.sources.values() or [None]:
                 is_known = source is not None and not is_data_set(source)
-                config = self._config(
-                    split, source if is_known else self._configs.placeholder_source
-                )
-                PrefetchLoader("x", config, tail=self._tail, **self._loading)
+                checked = source if is_known else self._configs.placeholder_source
+                PrefetchLoader("x", self._config(split, checked), tail=self._tail, **self._loading)
 
     @property
     def batch_size(self) -> int:
@@ -248,22 +247,25 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes, in the order of their numbers. Unless `setup` did so before, this
-        lists the files of the training samples.
+        """Names of the classes, in the order of their indices; lists the folders if needed.
 
         Raises:
-            ConfigError: If samples have no labels, or lie in no folders.
+            ConfigError: If samples have no labels, no source is given, or a sample is in no folder.
         """
         return self._labels.names()
 
     @property
     def class_to_idx(self) -> dict[str, int]:
-        """Number of each class, by its name."""
-        return {name: number for number, name in enumerate(self.classes)}
+        """Index of each class, by its name."""
+        return {name: index for index, name in enumerate(self.classes)}
 
     def use(self, split: str, source: SplitSource) -> None:
         """Set the source of "train", "val", "test" or "predict", for data modules that know it only
-        in `setup`."""
+        in `setup`.
+
+        Raises:
+            ConfigError: If the split is none of these, or the source does not fit.
+        """
         if split not in SPLITS:
             raise ConfigError(got_expected("split", split, " or ".join(SPLITS), "'train'"))
         new_split = Split.of(split, source)
@@ -416,11 +418,8 @@ class PrefetchCacheDataModule(LightningDataModule):
         source = self._stores.paths.get(source_name)
         source = source or self._splits[split].sources.get(source_name)
         if source is None:
-            raise ConfigError(
-                got_expected(
-                    split, None, "a folder, store, URL or data set", f"{split}='data/{split}'"
-                )
-            )
+            rule, fix = "a folder, store, URL or data set", f"{split}='data/{split}'"
+            raise ConfigError(got_expected(split, None, rule, fix))
         trainer = self._trainer()
         ranks, is_shared = data_parallel_ranks(trainer)
         name = f"{self._job}-{source_name}"

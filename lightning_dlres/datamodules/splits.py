@@ -54,7 +54,8 @@ class Split:
         """Return the split that an argument describes.
 
         Raises:
-            ConfigError: If the argument is no source, and no list of sources.
+            ConfigError: If the argument is neither a source nor a list of sources, or if it is a
+                list for "train".
         """
         if value is None:
             return Split(name, {})
@@ -62,8 +63,8 @@ class Split:
             return Split(name, {name: value})
         if name == "train":
             raise ConfigError(
-                f"train must be one source, got a list of {len(value)}. Put a folder around them, "
-                "or write a listing."
+                f"train must be one source, got a list of {len(value)}. Put all samples into one "
+                "folder, or write a listing."
             )
         if not value or None in value:
             rule = "one source, or a list of sources"
@@ -87,7 +88,9 @@ def has_url(source: Any) -> bool:
 
 
 def check_source_arguments(splits: Sequence[Split], arguments: dict[str, Any]) -> None:
-    """Raise an error if an argument about sources has a value but applies to no source.
+    """Raise an error if an argument about sources has a value but does not fit the sources.
+
+    `labels` fits no map-style data set. The other arguments must apply to at least one source.
 
     Args:
         splits: All splits.
