@@ -1,8 +1,8 @@
 """Base class of codecs, and their registry.
 
-`Encoded` names the codec that decodes it, so `decode` gets no codec. A codec may therefore
-leave a tensor that it cannot shrink to another codec: zero-value compression leaves dense data to
-`raw`.
+`Encoded` names the codec that decodes it, so the function `decode` needs no argument for the codec.
+A codec may therefore leave a tensor that it cannot shrink to another codec: zero-value compression
+leaves dense data to `raw`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Encoded:
         codec: Name of the codec that decodes it.
         dtype: Dtype of the original tensor, which `decode` returns.
         shape: Shape of the original tensor.
-        stride: Strides of the original tensor.
+        stride: Strides of the tensor that `decode` returns. They are those of the original, or
+            contiguous ones if the original had gaps or the codec does not keep its strides.
         data: uint8[n], on the tensor's device. Bytes from `used` on are undefined.
         used: Number of bytes of `data` in use. After a GPU kernel: a scalar int64 tensor on the
             GPU; reading it synchronizes the stream.
@@ -73,21 +74,25 @@ class Codec(ABC):
         """Encode a tensor, on the current stream.
 
         Args:
-            tensor: Strided tensor of any shape and dtype.
+            tensor: Strided tensor of any shape. Lossless codecs accept any dtype.
             out: uint8[at least `bound(tensor)`] for the result, on the tensor's device, aligned to
                 8 bytes. `Encoded.data` shares its memory. None allocates memory.
+
+        Raises:
+            ConfigError: If the codec does not support the tensor.
         """
 
     @abstractmethod
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        """Return the original tensor, on the current stream.
+        """Return the decoded tensor, on the current stream: the original if the codec is lossless.
 
         Args:
             encoded: A result of this codec.
-            out: Tensor of the same dtype, shape and strides for the result; None allocates one.
+            out: Tensor for the result, with dtype, shape and strides of `encoded`. None allocates
+                one.
 
         Raises:
-            ProtocolError: If the data cannot be a result of this codec.
+            ProtocolError: If the data cannot be a result of this codec, or `out` does not fit.
         """
 
     def is_worthwhile(self, tensor: Tensor) -> bool:
@@ -182,5 +187,10 @@ def names() -> list[str]:
 
 
 def decode(encoded: Encoded, out: Tensor | None = None) -> Tensor:
-    """Return the original tensor, decoded by the codec that `encoded` names; see `Codec.decode`."""
+    """Return the tensor, decoded by the codec that `encoded` names; see `Codec.decode`.
+
+    Raises:
+        ConfigError: If no codec has that name.
+        ProtocolError: If the data cannot be a result of that codec, or `out` does not fit.
+    """
     return codec(encoded.codec).decode(encoded, out)

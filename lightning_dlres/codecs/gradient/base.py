@@ -59,7 +59,7 @@ class GradientCodec(Codec):
 
     @abstractmethod
     def payload_bytes(self, count: int) -> int:
-        """Return the bytes of a payload of `count` elements; a multiple of 4."""
+        """Return the payload's size in bytes for `count` elements; a multiple of 4."""
 
     @abstractmethod
     def compress(

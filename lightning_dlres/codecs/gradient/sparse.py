@@ -1,7 +1,8 @@
 """Sparse payloads: the values and the indices of a gradient's largest elements.
 
-A payload has `k` values as float32, then `k` indices as int32. Unused entries have the value 0. The
-first index of a gradient that is not finite is -1, and all its elements are decoded as NaN.
+A payload has n entries: n values as float32, then n indices as int32. Unused entries have the value
+0. In the payload of a gradient that is not finite, the first index is -1. All elements are then
+decoded as NaN.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from lightning_dlres.codecs.gradient.base import GradientCodec
 from lightning_dlres.core.errors import ConfigError, got_expected
 
 _NOT_FINITE = -1
-# Elements above which the threshold is estimated from a sample, and the number of elements in the
-# sample. Selecting among all elements takes longer than everything else.
+# Number of elements above which the threshold is estimated from a sample, and the least number of
+# elements in the sample. A selection among all elements would take most of the codec's time.
 _SAMPLED_ABOVE, _SAMPLE = 1 << 16, 1 << 14
 
 
 def check_ratio(ratio: float) -> float:
-    """Return a share of elements.
+    """Return `ratio`, the share of elements that are sent.
 
     Raises:
-        ConfigError: If it is not in (0, 1].
+        ConfigError: If it is not a number in (0, 1].
     """
     if not isinstance(ratio, (int, float)) or isinstance(ratio, bool) or not 0 < ratio <= 1:
         raise ConfigError(got_expected("ratio", ratio, "in (0, 1]", "ratio=0.01"))
@@ -33,21 +34,25 @@ def check_ratio(ratio: float) -> float:
 
 
 def entries(count: int, ratio: float) -> int:
-    """Return the number of elements that are sent of `count`: a share, and at least one."""
+    """Return the number of entries in the payload of `count` elements.
+
+    It is the share `ratio` of the elements, rounded up: at least one, unless `count` is 0.
+    """
     return min(count, max(1, math.ceil(count * ratio)))
 
 
 def payload_bytes(count: int, ratio: float) -> int:
-    """Return the bytes of a payload of `count` elements."""
+    """Return the payload's size in bytes for `count` elements."""
     return 8 * entries(count, ratio)
 
 
 def largest(values: Tensor, number: int) -> Tensor:
-    """Return the indices of at most `number` of the elements with the largest magnitudes.
+    """Return the indices of the elements with the largest magnitudes, at most `number` of them.
 
-    They are exactly the largest ones of a small tensor, or on a GPU. Of a large one on a CPU, a
-    regular sample gives the threshold (Lin et al., 2018), and fewer elements than `number` may pass
-    it. On a GPU the number of results is fixed, so that nothing waits for it.
+    On a GPU, and for a small tensor, they are exactly the `number` largest. For a large tensor on a
+    CPU, a sample of every n-th element gives a threshold (Lin et al., 2018). Fewer elements than
+    `number` may reach it. A GPU does not use a threshold, because the host would have to wait for
+    the number of results.
     """
     magnitudes = values.abs()
     if values.is_cuda or values.numel() <= _SAMPLED_ABOVE:
@@ -62,11 +67,11 @@ def largest(values: Tensor, number: int) -> Tensor:
 
 
 def write(payload: Tensor, values: Tensor, indices: Tensor, is_finite: Tensor) -> None:
-    """Write a payload of at most as many entries as it holds.
+    """Write values and their indices into a payload, and zeros into the unused entries.
 
     Args:
-        payload: uint8[payload_bytes(n, ratio)].
-        values: float32[k].
+        payload: Memory of the payload: uint8[8 * n] for n entries.
+        values: float32[k], with k at most n.
         indices: int64[k].
         is_finite: Boolean without dimensions. False: all elements are decoded as NaN.
     """
@@ -94,7 +99,7 @@ def expand(payload: Tensor, out: Tensor, scale: float, accumulate: bool) -> None
     if not accumulate:
         out.zero_()
     is_not_finite = indices[0] == _NOT_FINITE
-    # A GPU makes a pass over memory even if all is finite; a branch would wait for it.
+    # On a GPU, make this pass over memory even if all is finite: a branch would wait for the GPU.
     if out.is_cuda or is_not_finite:
         out.masked_fill_(is_not_finite, math.nan)
     out.index_add_(0, indices.clamp(min=0), values * scale)

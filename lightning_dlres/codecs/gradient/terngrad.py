@@ -1,8 +1,9 @@
 """TernGrad: unbiased codes -1, 0 and 1 (Wen, Xu, Yan, Wu, Wang, Chen and Li, 2017).
 
-A gradient is first clipped at 2.5 standard deviations. The step between two codes is the largest
+A gradient is first clipped at `clip` standard deviations. The step between two codes is the largest
 magnitude that is left. Each element is sent as its sign, with the probability magnitude / step, and
-else as 0. The expected value of a decoded element is therefore the clipped element.
+else as 0. The expected value of a decoded element is therefore the clipped element: the codec is
+unbiased apart from the clipping.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class TernGrad(GradientCodec):
     """Codec with codes of 2 bits, and one step per gradient; it has no state.
 
     Args:
-        clip: Standard deviations at which a gradient is clipped.
+        clip: Magnitude at which elements are clipped, in standard deviations of the gradient.
 
     Raises:
-        ConfigError: If `clip` is not positive.
+        ConfigError: If `clip` is not a finite number above 0.
     """
 
     name = "terngrad"
