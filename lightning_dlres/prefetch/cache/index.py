@@ -35,7 +35,7 @@ class CacheIndex:
             ascending. Pinned samples are in no list.
         starts: int64[nodes + 1], see `lists`.
         cursors: int64[nodes], positions in `lists`. Every slot of a node's list before its cursor
-            has been fetched, or its fetch is in flight.
+            was fetched, is being fetched, or could not be fetched.
     """
 
     sample_ids: SampleIds
@@ -83,8 +83,8 @@ class CacheIndex:
         """Return the run of a missed epoch slot and the next unfetched ones of its prefetch list.
 
         Args:
-            epoch_slot: The miss.
-            max_slots: Maximum number of epoch slots to return, the miss included.
+            epoch_slot: The missed epoch slot.
+            max_slots: Maximum number of epoch slots to return, the missed one included.
             states: int32[n], the epoch's row of the slot table.
         """
         node = int(self.sample_ids[epoch_slot]) % self.nodes

@@ -40,9 +40,9 @@ def read_whole(paths: Sequence[str], sizes: Lengths) -> tuple[Bytes, Lengths]:
         sizes: int64[n], expected sizes in bytes.
 
     Returns:
-        Data, uint8[sum of sizes], and counts, int64[n], of the bytes that were read. A count is one
-        more than its size if the file has grown. It is less (-1 if it cannot be opened) if the file
-        cannot be read or has shrunk.
+        Data, uint8[sum of sizes], and the number of bytes read of each file, int64[n]. A count that
+        is one more than its size shows that the file has grown. A count below its size shows that
+        the file has shrunk, or cannot be opened (-1) or read.
     """
     names = bytearray(os.fsencode("\0".join(paths)))
     names.append(0)

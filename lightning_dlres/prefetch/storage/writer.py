@@ -41,15 +41,17 @@ def put(
         directory: Directory of the store; made if it is missing.
         packs: Number of pack files; sample i goes into pack i mod `packs`.
         overwrite: True to replace an existing store.
-        encode: Function that turns an item of the data set into bytes; None if items are bytes.
-        encoding: Name of the format of these bytes, see `SampleTable`.
+        encode: Function that turns an item of a data set into bytes; None if items are bytes.
+        encoding: Name of the format of these bytes, see `SampleTable`. Samples of a path or URL are
+            copied as they are: `encode` and `encoding` have no effect.
         progress: Called with the number of samples written so far, and of all samples.
         on_note: Called with the reader's line for users, if there is one; see `Reader`.
-        source_arguments: Further arguments of `open_reader`.
+        source_arguments: Further arguments of `open_reader`. They have no effect for a data set.
 
     Raises:
-        ConfigError: If the source cannot be read, if the directory has a store and `overwrite` is
-            False, or if it cannot be written to. An existing store is left as it was.
+        ConfigError: If the source cannot be read or an item is not bytes, if `packs` is out of
+            range, if the directory has a store and `overwrite` is False, or if it cannot be written
+            to. An existing store is left as it was.
         StorageError: If a sample cannot be read.
     """
     target = Path(directory).expanduser()

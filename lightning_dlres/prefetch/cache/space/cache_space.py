@@ -121,7 +121,7 @@ class CacheSpace:
         return bool(self._registers[kernels.EVICTING])
 
     def management_bytes(self) -> int:
-        """Return the bytes of the metadata list and of the slot table."""
+        """Return the bytes of the metadata list, the slot table and the list of moves."""
         return int(self._entries.nbytes + self.slot_table.nbytes + self._moves.nbytes)
 
     def reset_row(self, row: int, epoch_slots: int = 0) -> None:

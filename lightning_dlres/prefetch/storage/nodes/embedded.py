@@ -21,7 +21,8 @@ class EmbeddedStorage(NodeStorage):
         report_progress: See `open_reader`.
 
     Raises:
-        ConfigError: If there is no such source.
+        ConfigError: If there is no such source, or a number in `config` is out of range.
+        StorageError: If one of the samples that are hashed at the start cannot be read.
     """
 
     def __init__(
