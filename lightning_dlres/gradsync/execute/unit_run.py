@@ -14,8 +14,8 @@ from lightning_dlres.gradsync.plan.graph import Graph, Part, SyncTask, TaskKind
 from lightning_dlres.gradsync.plan.task_table import TaskTable
 from lightning_dlres.gradsync.plan.units import SyncUnit
 
-# Elements that tell of most gradients that they are not zero.
-_FIRST = 1024
+# Number of leading elements that `is_zero` looks at first. Most gradients have a nonzero one there.
+_NUM_CHECKED_FIRST = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class StepOptions:
     keeps_zeros: bool = False
 
     def keeps_errors(self, part: Part) -> bool:
-        """Return True if what is not sent of a part is sent later."""
+        """Return True if a part's compression error is kept, to be sent in a later step."""
         return self.has_sum_feedback if part is Part.SUM else self.has_error_feedback
 
 
@@ -65,7 +65,7 @@ class UnitTasks(TaskTable):
         """Return an uninitialised tensor, the same one in every step.
 
         New memory in every step would cost page faults. A unit begins a step after all ranks have
-        received its payloads of the step before, so nothing overwrites what is on its way.
+        received its payloads of the step before, so it overwrites no payload in flight.
         """
         tensor = self._memory.get(name)
         if tensor is None or tensor.numel() != count:
@@ -110,7 +110,7 @@ class UnitRun:
         self._incoming: dict[tuple[int, Part], Tensor] = {}
         self._arrived: set[tuple[int, Part]] = set()
         self._total: Tensor | None = None
-        # True if the gradient is one of samples, of this rank or of another one of its host.
+        # True if the gradient comes from samples of this rank, or of another rank of its host.
         self._has_data = options.has_data
         self._gradient_bytes = gradient.numel() * gradient.element_size()
         self._payload_bytes = (
@@ -164,7 +164,7 @@ class UnitRun:
     def compute(self, task: SyncTask) -> None:
         """Run a compute task."""
         if task.kind is TaskKind.ENCODE:
-            # A sum inside the host is made in the gradient itself.
+            # Merging within a host adds to the gradient itself, so the result is still `_gradient`.
             is_own = all(self.graph[before].part is Part.HOST for before in task.after)
             self._encode(task.part, is_own=is_own)
         elif task.kind is TaskKind.MERGE:
@@ -206,7 +206,7 @@ class UnitRun:
         self.outgoing[part] = payload
 
     def _merge_in_host(self, peer: int) -> None:
-        """Add the gradient of another rank of this host, which has sent none without samples."""
+        """Add the gradient of another rank of this host; empty if that rank had no samples."""
         part = self._incoming.pop((peer, Part.HOST))
         if part.numel():
             self._gradient.add_(part.view(self._gradient.dtype).to(self._gradient.device))
@@ -256,4 +256,4 @@ class UnitRun:
 
 def is_zero(values: Tensor) -> bool:
     """Return True if all elements are zero; fast if one of the first is not."""
-    return not values[:_FIRST].any() and not values.any()
+    return not values[:_NUM_CHECKED_FIRST].any() and not values.any()

@@ -222,7 +222,7 @@ class GradientSyncState:
 
     @property
     def decision(self) -> SyncDecision | None:
-        """Newest decision of the cost model, with its table; None if it was not asked."""
+        """Decision that led to the current plan, with its table; None without the cost model."""
         return self._planner.decision
 
     @property

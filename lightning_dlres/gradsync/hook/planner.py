@@ -47,7 +47,7 @@ class HookPlanner:
         codecs: Codecs by name: that of the algorithm, or those among which "auto" chooses.
         plan: Current plan; None for torch's all-reduce.
         decision: Decision that led to the plan; None if the cost model was not asked.
-        algorithm: Current algorithm, or "auto" before the first plan.
+        algorithm: Algorithm of the current plan; before the first plan, that of the arguments.
         hosts: Ranks of each host, if one rank of a host synchronises for the others; else empty.
             The plan in `decision` then has one rank for each host, and `plan` has all ranks.
     """

@@ -1,7 +1,8 @@
 """Low-rank gradients by PyTorch's own PowerSGD hook (Vogels et al., 2019).
 
 The hook approximates each gradient, taken as a matrix, by a product P Q^T of two narrow matrices.
-What the product lacks is the error, which is added to the next gradient. Torch keeps the errors and
+The error is this rank's gradient minus the ranks' common product. The hook adds it to the rank's
+next gradient. Torch keeps the errors and
 the matrices Q of a bucket in the order of its parameters. A resumed run begins with other buckets,
 so checkpoints have the errors and matrices by the names of the parameters.
 """
@@ -26,8 +27,8 @@ from lightning_dlres.core.checks import finite, flag, keyword_arguments, whole_n
 from lightning_dlres.core.errors import ConfigError, got_expected
 
 POWERSGD = "powersgd"
-# Least `start_step` with error feedback or a warm start: DDP changes its buckets after step 0, and
-# torch's hook refuses less.
+# Least `start_step` with error feedback or a warm start. DDP changes its buckets after step 0, so
+# `PowerSGDState` rejects a smaller number.
 _FIRST_START_STEP = 2
 
 
@@ -91,7 +92,7 @@ class PowerSGD:
         self._before: _Before | None = None
 
     def keep(self) -> None:
-        """Keep the state of now, so that `undo` can undo the steps after it."""
+        """Keep the present state, so that `undo` can return to it after the next steps."""
         # Torch replaces the tensors of errors, but writes to those of Q. It computes P anew.
         self._before = _Before(
             scale=self._scale,
@@ -104,7 +105,7 @@ class PowerSGD:
         )
 
     def undo(self) -> None:
-        """Return to the state of the last `keep`; do nothing if that was undone already."""
+        """Return to the state of the last `keep`, once; do nothing without a `keep` since."""
         if self._before is not None:
             before, self._before = self._before, None
             self._scale, self._layouts = before.scale, before.layouts
@@ -327,7 +328,8 @@ def power_sgd(codec_options: object) -> PowerSGD:
 def mean_errors(saved: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Return the mean of all ranks' flat errors by parameter.
 
-    It is what the last mean gradients lacked. An error that a rank has not counts as zero.
+    The mean is the part of the last mean gradients that was not sent. A rank without an error for a
+    parameter counts as zero.
 
     Args:
         saved: Results of `PowerSGD.state_dict`, by rank.

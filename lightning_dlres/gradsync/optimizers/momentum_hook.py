@@ -20,5 +20,11 @@ def momentum_hook(state: MomentumSync, bucket: GradBucket) -> Future[Tensor]:
     Args:
         state: `OneBitAdam.sync` of the module's optimizer.
         bucket: Bucket of gradients.
+
+    Returns:
+        Future of the bucket's buffer.
+
+    Raises:
+        ConfigError: If the gradients are sparse.
     """
     return state.reduce(bucket)

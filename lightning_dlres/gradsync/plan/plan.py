@@ -148,7 +148,7 @@ def choices_by_size(
     least_elements: int,
     world_size: int,
 ) -> list[CodecChoice]:
-    """Return choices that compress every gradient from some size on.
+    """Return choices that compress every gradient of at least `least_elements` elements.
 
     Args:
         gradients: The gradients.
@@ -182,7 +182,7 @@ def make_plan(
         choices: Codec and partitions of each gradient.
         world_size: Number of ranks.
         topology: "ps" or "ring".
-        alignment: Elements at whose multiples partitions begin.
+        alignment: Number of elements; each partition begins at a multiple of it.
         shares: Share of the merging work of each rank; None: equal shares.
     """
     pieces = [
