@@ -131,5 +131,6 @@ class ByteWindows(Dataset[Tensor]):
         return (len(self.text) - 1) // self.context
 
     def __getitem__(self, index: int) -> Tensor:
-        start = index * self.context
+        # `range` raises IndexError past the end. Iteration over this data set ends with it.
+        start = range(len(self))[index] * self.context
         return self.text[start : start + self.context + 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_consecutive_windows_share_one_byte(sources: Path) -> None:
         data.training[index][-1] == data.training[index + 1][0]
         for index in range(len(data.training) - 1)
     )
+
+
+def test_iteration_and_indices_end_with_the_last_window(sources: Path) -> None:
+    windows = module(sources).validation
+    assert len(list(itertools.islice(windows, len(windows) + 1))) == len(windows)
+    assert torch.equal(windows[-1], windows[len(windows) - 1])
+    for index in (len(windows), -len(windows) - 1):
+        with pytest.raises(IndexError):
+            windows[index]
 
 
 def test_training_batches_have_one_size_and_are_shuffled(sources: Path) -> None:
