@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.datamodules import PrefetchCacheDataModule
 from lightning_dlres.datamodules.split_configs import TailRule
-from lightning_dlres.demos.source_text import SKIPPED_FOLDERS, SPLIT_CYCLE, VALIDATION_POSITION
+from lightning_dlres.demos.source_text import SPLIT_CYCLE, VALIDATION_POSITION, python_files
 from lightning_dlres.prefetch.cache.samples import Sample
 from lightning_dlres.prefetch.loading.workers import Workers
 
@@ -118,11 +118,7 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
 
     def files(self) -> list[Path]:
         """Return the non-empty `.py` files, sorted by path."""
-        files: list[Path] = []
-        for folder, subfolders, names in os.walk(self.directory):
-            subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-            files += [Path(folder, name) for name in names if name.endswith(".py")]
-        return sorted(path for path in files if path.stat().st_size)
+        return [path for path in python_files(self.directory) if path.stat().st_size]
 
 
 def _write_listing(root: Path, files: list[Path]) -> Path:

@@ -17,11 +17,21 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
 
-# Names of folders that the data modules skip.
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+# Names of folders that `python_files` skips.
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 # Each cycle of SPLIT_CYCLE consecutive files has one file for validation and one for test, at these
 # positions.
 SPLIT_CYCLE, VALIDATION_POSITION, TEST_POSITION = 10, 4, 9
+
+
+def python_files(directory: Path) -> list[Path]:
+    """Return the `.py` files below a directory, sorted by path."""
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(directory):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    # A broken link is no file. Emacs leaves links such as `.#module.py` beside edited files.
+    return sorted(path for path in files if path.is_file())
 
 
 class SourceTextDataModule(LightningDataModule):
@@ -81,12 +91,8 @@ class SourceTextDataModule(LightningDataModule):
 
     def files(self) -> list[Path]:
         """Return the first `.py` files in order of their paths, at most `max_bytes` in total."""
-        candidates: list[Path] = []
-        for folder, subfolders, names in os.walk(self.directory):
-            subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-            candidates += [Path(folder, name) for name in names if name.endswith(".py")]
         files, total = [], 0
-        for path in sorted(candidates):
+        for path in python_files(self.directory):
             total += path.stat().st_size
             if total > self.max_bytes:
                 break

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.demos.source_files import SourceFilesDataModule
 from lightning_dlres.demos.source_text import ByteWindows, SourceTextDataModule
 
 
@@ -70,6 +71,14 @@ def test_iteration_and_indices_end_with_the_last_window(sources: Path) -> None:
     for index in (len(windows), -len(windows) - 1):
         with pytest.raises(IndexError):
             windows[index]
+
+
+def test_broken_links_are_skipped(sources: Path) -> None:
+    text, files = module(sources), SourceFilesDataModule(directory=str(sources))
+    expected = text.files(), files.files()
+    # Emacs makes such a link beside a file that is being edited.
+    (sources / "package0" / ".#module0.py").symlink_to("user@host.123:456")
+    assert (text.files(), files.files()) == expected
 
 
 def test_training_batches_have_one_size_and_are_shuffled(sources: Path) -> None:
