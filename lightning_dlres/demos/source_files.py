@@ -16,10 +16,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.checks import whole_number
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.datamodules import PrefetchCacheDataModule
 from lightning_dlres.datamodules.split_configs import TailRule
-from lightning_dlres.demos.source_text import SPLIT_CYCLE, VALIDATION_POSITION, python_files
+from lightning_dlres.demos.source_text import (
+    SPLIT_CYCLE,
+    VALIDATION_POSITION,
+    check_directory,
+    python_files,
+)
 from lightning_dlres.prefetch.cache.samples import Sample
 from lightning_dlres.prefetch.loading.workers import Workers
 
@@ -77,8 +83,8 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
         num_workers: int = 0,
         worker_type: Workers = "thread",
     ) -> None:
-        if context < 1:
-            raise ConfigError(got_expected("context", context, "at least 1", "context=128"))
+        whole_number("context", context, "context=128")
+        check_directory(directory)
         self.directory = Path(directory or sysconfig.get_paths()["stdlib"])
         super().__init__(
             batch_size=batch_size,

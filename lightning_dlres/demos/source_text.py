@@ -14,7 +14,8 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.checks import instance, whole_number
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import parse_bytes
 
 # Names of folders that `python_files` skips.
@@ -22,6 +23,16 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 # Each cycle of SPLIT_CYCLE consecutive files has one file for validation and one for test, at these
 # positions.
 SPLIT_CYCLE, VALIDATION_POSITION, TEST_POSITION = 10, 4, 9
+
+
+def check_directory(directory: object) -> None:
+    """Raise unless the argument `directory` is a path or None.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    kinds = (str, Path, type(None))
+    instance("directory", directory, kinds, "the path of a folder", "directory=None")
 
 
 def python_files(directory: Path) -> list[Path]:
@@ -57,9 +68,9 @@ class SourceTextDataModule(LightningDataModule):
         directory: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("context", context), ("batch_size", batch_size)):
-            if value < 1:
-                raise ConfigError(got_expected(name, value, "at least 1", f"{name}=32"))
+        whole_number("context", context, "context=128")
+        whole_number("batch_size", batch_size, "batch_size=48")
+        check_directory(directory)
         self.context, self.batch_size = context, batch_size
         self.max_bytes = parse_bytes(max_bytes, "max_bytes")
         self.directory = Path(directory or sysconfig.get_paths()["stdlib"])

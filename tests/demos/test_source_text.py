@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,8 +95,19 @@ def test_too_few_files_are_an_error_that_names_the_directory(tmp_path: Path) -> 
     assert str(tmp_path) in str(error.value)
 
 
-def test_invalid_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match=", got 0"):
-        SourceTextDataModule(batch_size=0)
-    with pytest.raises(ConfigError, match=", got 'much'"):
-        SourceTextDataModule(max_bytes="much")
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("batch_size", 0),
+        ("batch_size", 2.5),
+        ("context", "a"),
+        ("max_bytes", "much"),
+        ("directory", 3),
+    ],
+)
+def test_invalid_arguments_are_refused(argument: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{argument} must be .*, got {value!r}"):
+        SourceTextDataModule(**{argument: value})
+    if argument in ("context", "directory"):
+        with pytest.raises(ConfigError, match=f"{argument} must be .*, got {value!r}"):
+            SourceFilesDataModule(**{argument: value})
