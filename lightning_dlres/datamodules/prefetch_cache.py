@@ -399,7 +399,10 @@ class PrefetchCacheDataModule(LightningDataModule):
     def _eval_loaders(self, name: str, tail: Tail) -> PrefetchLoader | list[PrefetchLoader]:
         split = self._splits[name]
         loaders = [
-            self._loaders.get(source_name) or self._make_loader(name, source_name, tail, False)
+            # A loader without batches is false, but it exists.
+            self._loaders[source_name]
+            if source_name in self._loaders
+            else self._make_loader(name, source_name, tail, False)
             for source_name in split.sources or [name]
         ]
         return loaders if split.is_list else loaders[0]

@@ -17,15 +17,18 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 import lightning_dlres as dlres
+from lightning_dlres.datamodules import prefetch_cache
 from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.loading.items import ENCODING, encode_item
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.loading.page_locked import pin_batch
+from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.prefetch.order.sequence import shuffled
 from lightning_dlres.prefetch.storage.writer import put
 from tests.support.quiet import trainer
@@ -469,6 +472,29 @@ def test_a_missing_split_is_an_error(tmp_path: Path) -> None:
         trainer(tmp_path).fit(Model(), datamodule=data_module(train=str(tmp_path / "nothing")))
     with pytest.raises(dlres.ConfigError, match="must be attached"):
         data_module().train_dataloader()
+
+
+def set_up(data: dlres.PrefetchCacheDataModule, stage: str, directory: Path) -> None:
+    """Run `setup` as a Trainer does at the start of a stage."""
+    data.trainer = trainer(directory)
+    data.trainer.state.fn = TrainerFn(stage)
+    data.setup(stage)
+
+
+def test_a_loader_without_batches_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The only sample goes to another rank.
+    ranks = Ranks(1, 2, (1,)), False
+    monkeypatch.setattr(prefetch_cache, "data_parallel_ranks", lambda _: ranks)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "sample").write_bytes(b"x")
+    data = data_module(predict=[tmp_path / "one"])
+    set_up(data, "predict", tmp_path)
+    (first,), (again,) = data.predict_dataloader(), data.predict_dataloader()  # type: ignore[misc]
+    assert len(first) == 0
+    assert again is first
+    data.teardown("predict")
 
 
 class Stream(IterableDataset[int]):
