@@ -261,7 +261,7 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     def use(self, split: str, source: SplitSource) -> None:
         """Set the source of "train", "val", "test" or "predict", for data modules that know it only
-        in `setup`.
+        in `setup`. A data set must be set before `setup` of this class, which writes its store.
 
         Raises:
             ConfigError: If the split is none of these, or the source does not fit.
@@ -272,6 +272,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         # These options may apply to the source of another split, which is set later.
         unchecked = dict.fromkeys(SOURCE_OPTIONS)
         check_source_arguments([new_split], {**self._source_arguments, **unchecked})
+        self._stores.forget(self._splits[split].sources)
         self._splits[split] = new_split
         self._labels.forget_folders()
 
@@ -418,11 +419,7 @@ class PrefetchCacheDataModule(LightningDataModule):
             tail: See `ShardSpec`.
             shuffle: See `PrefetchLoader`.
         """
-        source = self._stores.paths.get(source_name)
-        source = source or self._splits[split].sources.get(source_name)
-        if source is None:
-            rule, fix = "a folder, store, URL or data set", f"{split}='data/{split}'"
-            raise ConfigError(got_expected(split, None, rule, fix))
+        source = self._stores.source_of(self._splits[split], source_name)
         trainer = self._trainer()
         ranks, is_shared = data_parallel_ranks(trainer)
         name = f"{self._job}-{source_name}"

@@ -10,7 +10,7 @@ import time
 import uuid
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.host.locks import (
     LOCK,
     locked,
@@ -30,6 +30,7 @@ from lightning_dlres.core.host.locks import (
     remove_owned,
     sweep,
 )
+from lightning_dlres.datamodules.splits import Split, is_data_set
 from lightning_dlres.prefetch.loading.items import ENCODING, encode_item
 from lightning_dlres.prefetch.storage.manifest import MANIFEST, SampleTable
 from lightning_dlres.prefetch.storage.writer import put
@@ -46,13 +47,12 @@ class SplitStores:
     Args:
         directory: Directory for the stores, one for each data set. None: a temporary directory.
 
-    Attributes:
-        paths: Path of each store that was written, by the name of the store.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self.paths: dict[str, Path] = {}
+        # Path of each store that was written, by the name of its source.
+        self._paths: dict[str, Path] = {}
         # Function that removes the temporary stores. It runs at the end of this process at the
         # latest.
         self._remove: weakref.finalize[..., Any] | None = None
@@ -75,11 +75,33 @@ class SplitStores:
             if is_writer and self._remove is None:
                 self._remove = weakref.finalize(self, own_temporary_directory(base))
         write_store(trainer.strategy, dataset, base / name, is_writer)
-        self.paths[name] = base / name
+        self._paths[name] = base / name
+
+    def source_of(self, split: Split, name: str) -> Any:
+        """Return the store that was written for a source of a split, or the source itself.
+
+        Raises:
+            ConfigError: If the split has no such source, or it is a data set without a store.
+        """
+        source = self._paths.get(name, split.sources.get(name))
+        if source is None:
+            rule, fix = "a folder, store, URL or data set", f"{split.name}='data/{split.name}'"
+            raise ConfigError(got_expected(split.name, None, rule, fix))
+        if is_data_set(source):
+            raise ConfigError(
+                f"{split.name} must be set before setup if it is a data set, got a "
+                f"{type(source).__name__} after it. Call use() before super().setup(stage)."
+            )
+        return source
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget the stores of sources that are used no longer."""
+        for name in names:
+            self._paths.pop(name, None)
 
     def remove_temporary(self) -> None:
         """Forget all stores and remove the temporary ones. The others stay for the next run."""
-        self.paths.clear()
+        self._paths.clear()
         if self._remove is not None:
             self._remove()
             self._remove = None

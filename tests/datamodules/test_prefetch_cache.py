@@ -497,6 +497,26 @@ def test_a_loader_without_batches_is_made_once(
     data.teardown("predict")
 
 
+def test_use_after_setup_replaces_a_data_set(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "sample").write_bytes(b"x")
+    data = data_module(predict=data_set(), batch_size=1)
+    set_up(data, "predict", tmp_path)
+    data.use("predict", tmp_path / "files")
+    ((sample,),) = data.predict_dataloader()
+    assert sample.key == "sample"
+    data.teardown("predict")
+
+
+def test_use_after_setup_refuses_a_data_set_without_a_store(tmp_path: Path) -> None:
+    data = data_module(predict=[data_set(), data_set()])
+    set_up(data, "predict", tmp_path)
+    data.use("predict", data_set())
+    with pytest.raises(dlres.ConfigError, match=r"Call use\(\) before super\(\)\.setup"):
+        data.predict_dataloader()
+    data.teardown("predict")
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
