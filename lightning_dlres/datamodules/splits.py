@@ -66,7 +66,8 @@ class Split:
                 f"train must be one source, got a list of {len(value)}. Put all samples into one "
                 "folder, or write a listing."
             )
-        if not value or None in value:
+        # `None in value` would compare arrays, whose comparison is an array.
+        if not value or any(source is None for source in value):
             rule = "one source, or a list of sources"
             raise ConfigError(got_expected(name, value, rule, f"{name}=['data/a', 'data/b']"))
         return Split(name, {f"{name}-{at}": source for at, source in enumerate(value)}, True)

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -515,6 +516,16 @@ def test_use_after_setup_refuses_a_data_set_without_a_store(tmp_path: Path) -> N
     with pytest.raises(dlres.ConfigError, match=r"Call use\(\) before super\(\)\.setup"):
         data.predict_dataloader()
     data.teardown("predict")
+
+
+def test_a_list_of_arrays_has_one_loader_for_each(tmp_path: Path) -> None:
+    arrays = [np.zeros((3, 2)), np.ones((3, 2))]
+    data = data_module(val=arrays)
+    set_up(data, "validate", tmp_path)
+    for loader, array in zip(data.val_dataloader(), arrays, strict=True):
+        (batch,) = loader
+        assert batch.tolist() == array.tolist()
+    data.teardown("validate")
 
 
 class Stream(IterableDataset[int]):
