@@ -55,6 +55,20 @@ def text_of(error: object) -> str:
     return str(error).encode(errors="backslashreplace").decode()
 
 
+def error_named(name: str, text: str) -> DlresError:
+    """Return the error of another process, made again from its class's name and its text.
+
+    Args:
+        name: Name of the class. A class that is not of this module becomes a `PeerError`, and the
+            text then begins with the name.
+        text: Text of the error.
+    """
+    kind = globals().get(name)
+    if isinstance(kind, type) and issubclass(kind, DlresError):
+        return kind(text)
+    return PeerError(f"{name}: {text}")
+
+
 def got_expected(argument: str, got: object, expected: str, fix: str) -> str:
     """Return the standard message for a bad value.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from lightning.pytorch.strategies import Strategy
 
-from lightning_dlres.core.errors import ConfigError, DlresError
+from lightning_dlres.core.errors import ConfigError, error_named, text_of
 from lightning_dlres.prefetch.storage.labels import parse_labels
 
 
@@ -68,16 +68,22 @@ class ClassLabels:
         """
         if not self.are_used:
             return
-        result: list[str] | DlresError
-        try:
-            result = self.names() if is_rank_zero else []
-        except DlresError as error:
-            # Broadcast the error, so that the other ranks do not wait for names forever.
-            result = error
-        result = strategy.broadcast(result, 0)
-        if isinstance(result, DlresError):
-            raise result
-        self._names = tuple(result)
+        names: list[str] = []
+        failure: Exception | None = None
+        if is_rank_zero:
+            try:
+                names = self.names()
+            except Exception as error:  # raised below, after the other ranks have the result
+                failure = error
+        # Strategies carry plain data, and so no exceptions. Without the failure, the other ranks
+        # would wait for names forever.
+        described = [type(failure).__name__, text_of(failure)] if failure is not None else None
+        names, described = strategy.broadcast((names, described), 0)
+        if failure is not None:
+            raise failure
+        if described is not None:
+            raise error_named(*described)
+        self._names = tuple(names)
 
     def forget_folders(self) -> None:
         """Forget the folder names after a change of the source. Given names stay."""

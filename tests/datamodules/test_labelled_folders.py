@@ -20,6 +20,7 @@ from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.order.sequence import shuffled
 from lightning_dlres.prefetch.storage.writer import put
 from tests.support.quiet import trainer
+from tests.support.rank_pool import RankContext, RankPool
 
 # In the order of bytes, as torchvision sorts them.
 CLASSES = ["Zebra", "cat", "ünit"]
@@ -198,6 +199,26 @@ def test_sources_without_classes_are_refused_with_their_names(root: Path) -> Non
         _ = data_module(root, labels=None).classes
     with pytest.raises(dlres.ConfigError, match="train, val or test must be given"):
         _ = data_module(root, train=None, predict=flat).classes
+
+
+def fit_on_ranks(context: RankContext, work: str, source: str, strategy: str) -> None:
+    """Train on a folder with labels, on the job's ranks."""
+    ranks = {"devices": context.world_size, "plugins": [context.environment]}
+    data = data_module(Path(work), train=source)
+    one_epoch_trainer(Path(work), strategy=strategy, **ranks).fit(Classifier(), datamodule=data)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "dlres_hetero_pipe"])
+@pytest.mark.parametrize(
+    ("source", "words"), [("train/cat", "sample '0.jpg' of"), ("missing", "Nothing is there")]
+)
+def test_all_ranks_raise_the_error_of_the_rank_that_lists_folders(
+    pool: RankPool, root: Path, strategy: str, source: str, words: str
+) -> None:
+    arguments = str(root), str(root / source), strategy
+    outcomes = pool.run_expecting_errors(fit_on_ranks, 2, *arguments, timeout=60)
+    assert [outcome.error_type for outcome in outcomes] == ["ConfigError"] * 2
+    assert all(words in outcome.error_message for outcome in outcomes)
 
 
 @pytest.mark.parametrize("source", ["folder", "store", "listing"])

@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from lightning_dlres.core.errors import DlresError, PeerLostError, PeerTimeoutError
+from lightning_dlres.core.errors import DlresError, PeerLostError, PeerTimeoutError, error_named
 from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.core.wire.endpoint import Client, Message, protocol_error
 from lightning_dlres.prefetch.cache import messages
-from lightning_dlres.prefetch.cache.launch import HostProcess, error_of
+from lightning_dlres.prefetch.cache.launch import HostProcess
 from lightning_dlres.prefetch.cache.messages import Begin, HostConfig
 from lightning_dlres.prefetch.cache.samples import Regions, Samples
 from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
@@ -191,7 +191,8 @@ class CacheClient:
                 client.send(messages.JOIN, msgspec.msgpack.encode(messages.Join(fingerprint)))
                 message = self._receive_answer(client)
                 if message is not None and message.kind == messages.FAILED:
-                    raise error_of(message.decode(messages.Failed))
+                    failed = message.decode(messages.Failed)
+                    raise error_named(failed.error, failed.text)
                 if message is not None:
                     return client, message.decode(messages.Joined)
             except BaseException:
@@ -312,7 +313,7 @@ class CacheClient:
                 if waiting is None and failed.request_id < 0 and self._answers:
                     waiting = self._answers.popleft()
             if waiting is not None:
-                waiting.set_exception(error_of(failed))
+                waiting.set_exception(error_named(failed.error, failed.text))
         elif message.kind == messages.LEFT:
             self._left.set()
         elif message.kind in (messages.BEGUN, messages.MEASURED):

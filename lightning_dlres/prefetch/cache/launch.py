@@ -19,7 +19,13 @@ from typing import IO
 
 import msgspec
 
-from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError, PeerTimeoutError
+from lightning_dlres.core.errors import (
+    ConfigError,
+    DlresError,
+    PeerLostError,
+    PeerTimeoutError,
+    error_named,
+)
 from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.core.host.locks import LOCK, locked, private_directory, sweep
 from lightning_dlres.core.names import path_part
@@ -142,7 +148,8 @@ class HostProcess:
             data = failure_path(self._directory, self._config).read_bytes()
         except OSError:
             return None
-        return error_of(from_json(data, messages.Failed))
+        failed = from_json(data, messages.Failed)
+        return error_named(failed.error, failed.text)
 
     def _progress(self) -> str:
         try:
@@ -206,13 +213,3 @@ def check_name(name: object) -> None:
 def failure_path(directory: Path, config: HostConfig) -> Path:
     """Return the path of the file with the error of a process that could not start."""
     return directory / f"failed-{messages.fingerprint(config)}.json"
-
-
-def error_of(failed: messages.Failed) -> DlresError:
-    """Return the error that a message describes."""
-    from lightning_dlres.core import errors
-
-    kind = getattr(errors, failed.error, None)
-    if isinstance(kind, type) and issubclass(kind, DlresError):
-        return kind(failed.text)
-    return errors.PeerError(f"{failed.error}: {failed.text}")
