@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -129,6 +130,10 @@ class TrainingSteps:
         trainer: Trainer of this `fit`.
         name: Class name of the callback or plugin, for messages.
 
+    Attributes:
+        offloader: Offloader of these steps; None before the first one.
+        is_closed: True after `close`, with which the `fit` ends.
+
     Raises:
         ConfigError: If the strategy or the device is not supported, if the Trainer has another
             callback or plugin that offloads, or if an option does not suit the device.
@@ -143,7 +148,10 @@ class TrainingSteps:
                 f"{' and '.join(part_names)} in one Trainer. Remove all but one: each would move "
                 "what the other has saved."
             )
-        self._config, self._trainer, self._name = config, trainer, name
+        self._config, self._name = config, name
+        # The callback or plugin keeps the steps after the run, but must not keep Trainer and model.
+        self._trainer: Trainer = weakref.proxy(trainer)
+        self.is_closed = False
         # `for_device` checks the directory: do it before training, not after the first step.
         offloader_config = config.for_device(trainer.strategy.root_device, self._ranks_on_host())
         if "compress" in config.actions and MemoryAction.COMPRESS not in offloader_config.actions:
@@ -203,8 +211,10 @@ class TrainingSteps:
             stack.__exit__(_AbandonedStep, error, None)
 
     def close(self) -> None:
-        """Release the memory and disk space of offloaded tensors, except what live graphs hold."""
+        """Release the model, and the memory and disk space of offloaded tensors, except what live
+        graphs hold."""
         self.abandon()
+        self.is_closed = True
         if self.offloader is not None:
             self.offloader.close()
 

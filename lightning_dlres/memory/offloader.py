@@ -147,9 +147,11 @@ class Offloader:
                     yield
 
     def close(self) -> None:
-        """Release the memory of the tiers, except for storages that live graphs still hold."""
+        """Release the model, and the memory of the tiers except for storages that live graphs still
+        hold. No step may follow."""
         self._tiers.close()
         self._shapes.clear()
+        self._root = nn.Module()
 
     def _steps_of(self, shape: Hashable) -> ShapeSteps:
         steps = self._shapes.get(shape)

@@ -124,12 +124,14 @@ class MemoryPrecision(MemoryBudget, Precision):
 
     @override
     def teardown(self) -> None:
-        if self.training_steps is not None:
+        # The steps of an earlier `fit` are closed already, if validation or another stage ends.
+        if self.training_steps is not None and not self.training_steps.is_closed:
             line = self.training_steps.summary()
             self.training_steps.close()
             if line is not None:
                 rank_zero_info(line)
-        self._batch = None
+        # The user may keep the plugin longer than the model.
+        self._module = self._batch = None
         self.inner.teardown()
 
     @override

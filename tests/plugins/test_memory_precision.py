@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,31 @@ def test_validation_and_prediction_make_no_plan() -> None:
     task: LightningModule = Regression("mlp")
     trainer.predict(task, batches("mlp", 2))
     assert memory_precision.plan is None
+
+
+@pytest.mark.parametrize("kind", [dlres.MemoryPrecision, dlres.ActivationOffload])
+def test_the_summary_of_a_fit_is_logged_once(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    part = kind(budget="min", min_size=1)
+    place = "plugins" if kind is dlres.MemoryPrecision else "callbacks"
+    trainer = Trainer(**{**QUIET, "accelerator": "cpu", "devices": 1, "max_epochs": 1, place: part})
+    task = Regression("mlp")
+    with caplog.at_level("INFO"):
+        trainer.fit(task, batches("mlp"))
+        trainer.validate(task, batches("mlp", 2), verbose=False)
+        trainer.predict(task, batches("mlp", 2))
+    summary = part.training_steps.summary()
+    assert [record.getMessage() for record in caplog.records].count(summary) == 1
+
+
+def test_a_model_is_freed_while_the_plugin_and_the_batches_are_kept() -> None:
+    part, loader, task = memory_plugin(), batches("mlp"), Regression("mlp")
+    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, plugins=part, **QUIET)
+    trainer.fit(task, loader)
+    freed = weakref.ref(task)
+    del task, trainer
+    gc.collect()
+    assert freed() is None
+    assert part.plan is not None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf
@@ -248,14 +248,14 @@ class ProfilingPolicy:
         self._records.append(record)
         self._lingering += span.nbytes
         storage = tensor.untyped_storage()
-        weakref.finalize(storage, self._original_freed, record).atexit = False
+        _call_at_end(storage, self._original_freed, record)
         return Placement(MemoryAction.OFFLOAD, self._tier)
 
     def end_save(self, saved_storage: SavedStorage, is_placed: bool) -> None:
         """See `OffloadPolicy`."""
         record = self._records[-1]
         self._record_of[saved_storage] = record
-        weakref.finalize(saved_storage, self._ended, record).atexit = False
+        _call_at_end(saved_storage, self._ended, record)
         self._resume()
 
     def save_again(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
@@ -352,3 +352,20 @@ class ProfilingPolicy:
         if self._gpu is not None:
             self._gpu.synchronize()
         return time.perf_counter()
+
+
+def _call_at_end(
+    watched: object, method: Callable[[_StorageRecord], None], record: _StorageRecord
+) -> None:
+    """Call a policy's method when an object ends, if the policy still exists then.
+
+    `weakref.finalize` would keep the policy, and the model with it, as long as a batch of a data
+    set that stays in memory.
+    """
+    weak_method = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := weak_method()) is not None:
+            alive(record)
+
+    weakref.finalize(watched, call).atexit = False
