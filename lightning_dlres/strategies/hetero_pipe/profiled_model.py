@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +26,10 @@ from lightning_dlres.strategies.hetero_pipe.step.user_step import (
 
 def profiled_model(context: StepContext) -> ProfiledModel:
     """Return the context's LightningModule in the form that a profiler runs."""
-    takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
     layers = context.pipelined.layers
 
     def start_loss(batch: Any) -> LossRun:
-        args = (batch, 0) if takes_index else (batch,)
+        args = context.trial_args(batch)
         return LightningStep(context, args, keeps_batch=True, is_trial=True)
 
     return ProfiledModel(

@@ -9,7 +9,6 @@ layer at a time is on the device. Parameters, buffers and attributes are restore
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -68,11 +67,9 @@ def inspect_step(context: StepContext, batch: Any) -> StepInspection:
     User hooks may have saved tensors of the layers, which cannot be taken back. These are recorded
     in `context.layer_tensors`, so that a later step that uses one is refused.
     """
-    takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
-    args = (batch, 0) if takes_index else (batch,)
     rewind_random_state = rng.rewinder(context.device)
     guard, inspection = LayerTensorGuard(), StepInspection()
-    step = LightningStep(context, args, keeps_batch=True, is_trial=True)
+    step = LightningStep(context, context.trial_args(batch), keeps_batch=True, is_trial=True)
     layers = _LocalLayers(context, guard, inspection)
     trainable = context.settings.trainable()
     try:

@@ -6,7 +6,6 @@ the same batches as without profiling.
 
 from __future__ import annotations
 
-import inspect
 from contextlib import suppress
 from typing import Any
 
@@ -57,7 +56,6 @@ def read_samples(
         # other ranks do not run the hooks here, so the ranks' states would differ.
         with LightningStep(context, (data,), is_trial=True).undone():
             data = trainer.strategy.batch_to_device(data, torch.device("cpu"))
-        takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
         whole_batch, num_samples = data, num_read or samples_in(data) or 1
         split = context.split_batch or cut_batch
         # The user's split_batch need not count samples along the first dimension. The number of
@@ -76,11 +74,9 @@ def read_samples(
         batches = [data] if num_parts == 1 else list(split(data, sizes))
         inputs = []
         for part in batches:
-            args = (part, 0) if takes_index else (part,)
+            step = LightningStep(context, context.trial_args(part), keeps_batch=True, is_trial=True)
             with torch.no_grad():
-                inputs.append(
-                    LightningStep(context, args, keeps_batch=True, is_trial=True).module_inputs()
-                )
+                inputs.append(step.module_inputs())
         # A batch with fewer samples than micro-batches gives one micro-batch per sample.
         num_microbatches = min(microbatches, batch_size or microbatches)
         return ProfileSamples(inputs, batches, num_microbatches, whole_batch)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -103,6 +104,12 @@ class StepContext:
         roots += [item for item in settings.items() if is_data_source(item[1])]
         owners = [module, *(m for _, m in layers.non_pipelined_modules()), *callbacks]
         return UntrackedState(roots, [type(owner) for owner in owners], layers.modules)
+
+    def trial_args(self, batch: Any) -> tuple[Any, ...]:
+        """Return the arguments of `training_step` for a trial on a batch, by Lightning's rule: the
+        batch, and 0 as its index if the step takes one."""
+        takes_index = is_param_in_hook_signature(self.module.training_step, "batch_idx", min_args=2)
+        return (batch, 0) if takes_index else (batch,)
 
     def register_metrics(self) -> None:
         """Register all metrics in the user's state, also those that are no submodules.
