@@ -15,9 +15,10 @@ class ProfileConfig:
     """Options of the profile that is taken before training.
 
     Args:
-        samples: Number of training samples to run; "auto": one micro-batch.
+        samples: Number of training samples to run, at most one batch if the loader has no
+            `batch_size`; "auto": one micro-batch.
         batch: Number of samples in a training batch, for the size of a micro-batch; "auto": the
-            loader's `batch_size`.
+            loader's `batch_size`, or the size of its first batch.
         microbatch: Number of samples in a micro-batch; "auto": `batch` divided by the number of
             micro-batches.
         repeats: Minimum number of timed runs of every layer. Below 4, links are measured with fewer

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_dlres import _compat
 from lightning_dlres.core import rng
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
 from lightning_dlres.pipeline.stage.microbatch import cut_batch, microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import copy_loader
@@ -42,46 +44,84 @@ def read_samples(
     rewind_random_state = rng.rewinder(context.device)
     try:
         loader = _compat.train_loader(trainer)
-        batch_size = _resolved(config.batch, getattr(loader, "batch_size", None))
+        batch_size = _resolved(config.batch, _batch_size_of(loader))
         microbatch_size = _resolved(
             config.microbatch, -(-batch_size // microbatches) if batch_size else None
         )
         num_profiled = _resolved(config.samples, microbatch_size)
-        with single_device_view("The loader's code"):
-            # Read at least two samples. One alone cannot show if a layer's output for a sample
-            # depends on other samples.
-            data, num_read = _few_samples(loader, max(num_profiled, 2) if num_profiled else None)
-        data = trainer.precision_plugin.convert_input(data)
-        # The user's transfer hooks may count calls or draw random numbers. Undo these effects: the
-        # other ranks do not run the hooks here, so the ranks' states would differ.
-        with LightningStep(context, (data,), is_trial=True).undone():
-            data = trainer.strategy.batch_to_device(data, torch.device("cpu"))
-        whole_batch, num_samples = data, num_read or samples_in(data) or 1
-        split = context.split_batch or cut_batch
-        # The user's split_batch need not count samples along the first dimension. The number of
-        # samples in a batch that the loader made is then unknown, and the batch is not cut.
-        uncut = context.split_batch is not None and num_read is None
-        if num_profiled == 1 and num_samples > 1 and not uncut:
-            data, num_samples = split(data, [1, num_samples - 1])[0], 1
+        # If the loader does not tell its batch size, only a batch of its own shows it. At least two
+        # samples are read: one alone cannot show if a layer's output for a sample depends on other
+        # samples.
+        num_requested = max(num_profiled, 2) if num_profiled and microbatch_size else None
+        data, num_read = _read_on_cpu(trainer, context, loader, num_requested)
+        num_samples = num_read or samples_in(data) or 1
         if microbatch_size is None:
-            # The loader has no `batch_size`. Take the samples that were read as a whole batch: they
-            # are one, if the loader made it.
             batch_size = num_samples
             microbatch_size = max(microbatch_sizes(num_samples, microbatches))
-        num_parts = 1 if uncut else max(1, num_samples // microbatch_size)
-        sizes = [microbatch_size] * (num_parts - 1)
-        sizes.append(num_samples - sum(sizes))
-        batches = [data] if num_parts == 1 else list(split(data, sizes))
-        inputs = []
-        for part in batches:
-            step = LightningStep(context, context.trial_args(part), keeps_batch=True, is_trial=True)
-            with torch.no_grad():
-                inputs.append(step.module_inputs())
+        batches = [data]
+        # The user's split_batch need not count samples along the first dimension. The number of
+        # samples in a batch that the loader made is then unknown, and the batch is not cut.
+        if context.split_batch is None or num_read is not None:
+            batches = _microbatches(context, data, num_samples, num_profiled, microbatch_size)
+        inputs = [_module_inputs(context, part) for part in batches]
         # A batch with fewer samples than micro-batches gives one micro-batch per sample.
         num_microbatches = min(microbatches, batch_size or microbatches)
-        return ProfileSamples(inputs, batches, num_microbatches, whole_batch)
+        return ProfileSamples(inputs, batches, num_microbatches, data)
     finally:
         rewind_random_state()
+
+
+def _batch_size_of(loader: Any) -> int | None:
+    """Return the number of samples in a batch of a loader; None if the loader does not tell it."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    # A batch sampler of another class may make batches of several sizes.
+    source = batch_sampler if type(batch_sampler) is BatchSampler else loader
+    size = getattr(source, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _read_on_cpu(
+    trainer: Trainer, context: StepContext, loader: Any, samples: int | None
+) -> tuple[Any, int | None]:
+    """Return one batch on the CPU, and its number of samples; see `_few_samples`."""
+    with single_device_view("The loader's code"):
+        data, num_read = _few_samples(loader, samples)
+    data = trainer.precision_plugin.convert_input(data)
+    # The user's transfer hooks may count calls or draw random numbers. Undo these effects: the
+    # other ranks do not run the hooks here, so the ranks' states would differ.
+    with LightningStep(context, (data,), is_trial=True).undone():
+        return trainer.strategy.batch_to_device(data, torch.device("cpu")), num_read
+
+
+def _microbatches(
+    context: StepContext,
+    batch: Any,
+    num_samples: int,
+    num_profiled: int | None,
+    microbatch_size: int,
+) -> list[Any]:
+    """Return the first samples of a batch as micro-batches of at most `microbatch_size` samples.
+
+    Args:
+        context: Context of the user's steps.
+        batch: The batch.
+        num_samples: Number of samples in the batch.
+        num_profiled: Number of samples to return; None for all.
+        microbatch_size: Number of samples in the largest micro-batch of a training batch.
+    """
+    split = context.split_batch or cut_batch
+    if num_profiled is not None and num_profiled < num_samples:
+        batch = split(batch, [num_profiled, num_samples - num_profiled])[0]
+        num_samples = num_profiled
+    sizes = microbatch_sizes(num_samples, -(-num_samples // microbatch_size))
+    return [batch] if len(sizes) == 1 else list(split(batch, sizes))
+
+
+def _module_inputs(context: StepContext, batch: Any) -> Tree:
+    """Return the inputs of the pipelined module for a batch."""
+    step = LightningStep(context, context.trial_args(batch), keeps_batch=True, is_trial=True)
+    with torch.no_grad():
+        return step.module_inputs()
 
 
 def _resolved(option: int | str, default: int | None) -> Any:
@@ -104,6 +144,9 @@ def _few_samples(loader: Any, samples: int | None) -> tuple[Any, int | None]:
     dataset: Any = getattr(loader, "dataset", None)
     collate = getattr(loader, "collate_fn", None)
     is_indexable = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(loader, DataLoader) and loader.batch_sampler is None:
+        # With batch_size=None, the items of the dataset are whole batches.
+        is_indexable = False
     if is_indexable and callable(collate) and samples is not None:
         # The dataset may not accept integer indices. Then the loader's own batch is taken below.
         with suppress(Exception):
