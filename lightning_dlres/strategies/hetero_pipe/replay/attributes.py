@@ -18,6 +18,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_dlres import _compat
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
@@ -134,8 +135,10 @@ class UserState:
                 if id(value) in self._layer_ids:
                     continue
                 queue += [(f"{path}.{name}", child) for name, child in value.named_children()]
-                buffers = vars(value)["_buffers"]
+                buffers, not_persistent = _compat.registered_buffers(value)
                 states.append(ObjectState.read(f"{path}'s buffers", buffers, "dict"))
+                owner = f"{path}'s buffers outside of the state dict"
+                states.append(ObjectState.read(owner, not_persistent, "set"))
             if kind == "metric":
                 metrics.append((path, value))
                 continue

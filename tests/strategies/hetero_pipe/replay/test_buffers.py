@@ -3,6 +3,7 @@ often the step runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,74 @@ class Centre(Classifier):
         assert self.centre_too is self.centre
 
 
+class LazyBuffers(Classifier):
+    """A model whose first step registers buffers: one that checkpoints leave out, two that share
+    a tensor, and one that has been registered as None. The second step deletes one.
+
+    Attributes:
+        checks_buffers: True: the step looks for its buffers among the registered ones. False: it
+            uses `hasattr`.
+    """
+
+    def __init__(self, checks_buffers: bool = False) -> None:
+        super().__init__()
+        self.checks_buffers = checks_buffers
+        self.register_buffer("late", None)
+        self.register_buffer("early", torch.ones(2))
+        self.register_buffer("twin", torch.zeros(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        if not ("centre" in self._buffers if self.checks_buffers else hasattr(self, "centre")):
+            self.register_buffer("centre", torch.zeros(5))
+            self.register_buffer("count", torch.zeros(()), persistent=False)
+            self.late = torch.zeros(3)
+        elif hasattr(self, "early"):
+            del self.early
+            self.twin = self.late
+        with torch.no_grad():
+            self.centre.lerp_(out.mean(0), 0.1)
+            self.count += 1
+            self.late += 1
+        return F.cross_entropy(out - self.centre, batch[1]) * (1 + self.count / 9)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        assert not vars(self).keys() & {"centre", "count", "late", "early", "twin"}
+        names = ["late", "early", "twin", "centre", "count"]
+        buffers = dict(self.named_buffers(remove_duplicate=False))
+        self.observed += [float(buffers[n].sum()) if n in buffers else -1.0 for n in names]
+        self.observed += [names.index(n) for n in self.state_dict() if n in names]
+        self.observed += [self.twin is self.late]
+
+
+class NewShapes(Classifier):
+    """A model with a shared buffer that gets a new shape in every step, and a buffer whose old
+    tensor an attribute keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("seen_too", self.seen)
+        self.register_buffer("last", torch.zeros(5))
+        self.before_last = self.last
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        self.before_last = self.last
+        self.seen = self.seen_too = torch.cat([self.seen, out.detach().mean().reshape(1)])
+        self.last = out.detach().mean(0)
+        return F.cross_entropy(out - self.before_last, batch[1])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen += 1
+        self.observed += [float(self.seen_too.sum()), float(self.last[0])]
+        self.observed += [float(self.before_last[0]), self.seen is self.seen_too]
+
+
 CASES = {
+    "lazy, hasattr": Case(LazyBuffers, "auto", "gpipe"),
+    "lazy, registered": Case(lambda: LazyBuffers(checks_buffers=True), "gpipe", "gpipe"),
+    "new shapes": Case(NewShapes, "gpipe", "gpipe"),
     "norms, gpipe": Case(Norms, "gpipe", "gpipe"),
     "norms, auto": Case(Norms, "auto", "gpipe"),
     "centre, gpipe": Case(Centre, "gpipe", "gpipe"),
@@ -123,9 +191,9 @@ def test_buffers_are_restored_after_every_run() -> None:
         assert model.centre_too is not model.centre
         assert sorted(buffers.diff(before)) == ["added", "centre"]
         buffers.restore(before)
-        assert model.centre is before["centre"]
+        assert model.centre is before["centre"].tensor
         assert float(model.centre.sum()) == 0.0
-        assert model.added is None
+        assert not hasattr(model, "added")
 
 
 @pytest.mark.parametrize(
@@ -156,10 +224,69 @@ def test_buffer_that_becomes_none_is_restored_and_sent() -> None:
     model.queue = None
     changes = buffers.diff(before)
     buffers.restore(before)
-    assert model.queue is before["queue"]
-    assert changes == {"queue": None}
+    assert model.queue is before["queue"].tensor
+    assert list(changes) == ["queue"]
     buffers.apply(changes)
     assert model.queue is None
+
+
+def buffers_of(model: Any) -> NonPipelinedBuffers:
+    return NonPipelinedBuffers(find_pipelined_module(model, None).layers, torch.device("cpu"))
+
+
+def run_on_one_of_two_ranks(step: Callable[[Any], None]) -> tuple[Any, Any]:
+    """Run a step on one of two equal models, and apply its changes to both."""
+    models: tuple[Any, Any] = Centre(), Centre()
+    buffers = buffers_of(models[0])
+    before = buffers.snapshot()
+    buffers.isolate(before)
+    step(models[0])
+    changes = buffers.diff(before)
+    buffers.restore(before)
+    for model in models:
+        buffers_of(model).apply(changes)
+    return models
+
+
+def test_new_buffer_is_registered_on_every_rank() -> None:
+    def step(model: Any) -> None:
+        model.register_buffer("new", torch.ones(2))
+        model.register_buffer("hidden", torch.ones(2), persistent=False)
+        model.register_buffer("centre", model.centre, persistent=False)
+        del model.count
+
+    for model in run_on_one_of_two_ranks(step):
+        assert list(dict(model.named_buffers())) == ["centre", "queue", "new", "hidden"]
+        assert {"new", "queue"} == {n for n in model.state_dict() if not n.startswith("net")}
+        assert not hasattr(model, "count")
+
+
+def test_buffers_share_tensors_as_on_the_rank_of_the_step() -> None:
+    def share(model: Any) -> None:
+        model.register_buffer("a", torch.ones(2))
+        model.register_buffer("b", model.a)
+        model.register_buffer("c", model.centre)
+        model.centre += 1
+
+    for model in run_on_one_of_two_ranks(share):
+        assert model.a is model.b
+        assert model.c is model.centre is model.centre_too
+        assert model.c.tolist() == [1.0] * 5
+
+
+def test_buffers_part_as_on_the_rank_of_the_step() -> None:
+    model: Any = Centre()
+    model.register_buffer("shared", model.centre)
+    buffers = buffers_of(model)
+    before = buffers.snapshot()
+    buffers.isolate(before)
+    model.shared = torch.ones(5)
+    changes = buffers.diff(before)
+    buffers.restore(before)
+    buffers.apply(changes)
+    assert model.centre is model.centre_too
+    assert model.centre.tolist() == [0.0] * 5
+    assert model.shared.tolist() == [1.0] * 5
 
 
 def save_during_run(context: RankContext, path: str) -> dict[str, Tensor]:
