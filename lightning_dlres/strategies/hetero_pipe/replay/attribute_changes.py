@@ -4,20 +4,24 @@ The changes of one run of the step are a dict from the path of an object to its 
 a list that starts with its kind:
 
 - `["names", new, removed, order]`: attributes or dict entries. `new` has one list for each name
-  with a new value: `[encoding of the name, name, encoding of the value, value]`. `removed` has the
-  names that were deleted. `order` has all keys of a dict if their order has changed, else it is
-  None.
+  with a new value: `[name, value]`. `removed` has the names that were deleted. `order` has all keys
+  of a dict if their order has changed, else it is None.
 - `["items", start, items]`: a list or deque. It keeps its first `start` items; `items` has those
   that follow.
 - `["set", new, removed]`: a set, with its new members and those that it no longer has.
 - `["state", state]`: a random generator.
+- `["shared", values]`: no object's change, but new values that several names refer to. There is at
+  most one such list, and it is under a name that is no path.
 
 Every name, value, item and member has an encoding, and is sent as `[encoding, value]`. The encoding
 says how the receiver makes the value:
 
 - None: the value itself.
-- "in place": a tensor or array that is written into the one that the receiver has, so that other
+- "in place": a tensor or array that existed before the run. It is sent as `[place, value]`. The
+  place is the path of an object, a name or index in it, and the indices in nested tuples. The value
+  is written into the one that the receiver had there before it applied any change, so that other
   references to it see the new values.
+- "shared": the value is an index in the list of shared values.
 - "known": the value is the path of an object that existed before the run. The receiver uses its own
   object of that path; what the run changed in it is a change of its own.
 - "packed": the value is a container that `replay.containers` has packed.
@@ -49,8 +53,11 @@ from lightning_dlres.strategies.hetero_pipe.replay.user_objects import (
 IN_PLACE = "in place"
 KNOWN = "known"
 PACKED = "packed"
+SHARED = "shared"
 UNSENDABLE = "unsendable"
 
+# `ChangeDecoder.decode`.
+Decode = Callable[..., Any]
 # Objects that cannot be sent, by the path of their owner and their name in it. A rank has only
 # those that its own run left.
 Unsendable = Mapping[tuple[str, Any], Any]
@@ -86,22 +93,79 @@ def fingerprints(changes: Tree) -> dict[str, int]:
     return {path: digest(change) for path, change in changes.items()}
 
 
-def apply_change(
-    state: ObjectState, change: Tree, states: Mapping[str, ObjectState], unsendable: Unsendable
-) -> None:
+class ChangeDecoder:
+    """Decoder of the values in the changes of one run.
+
+    Args:
+        changes: The changes.
+        states: The states of all objects before any change is applied, by path.
+        unsendable: This rank's own objects that cannot be sent; empty if it did not run the step.
+    """
+
+    def __init__(
+        self, changes: Tree, states: Mapping[str, ObjectState], unsendable: Unsendable
+    ) -> None:
+        self._states, self._unsendable = states, unsendable
+        self._shared: list[Any] = []
+        for kind, *rest in changes.values():
+            if kind == "shared":
+                # A value may refer to those before it.
+                for encoded in rest[0]:
+                    self._shared.append(self.decode(encoded))
+
+    def decode(self, encoded: Sequence[Any], current: Any = ABSENT) -> Any:
+        """Return the value of a pair `[encoding, value]`.
+
+        Args:
+            encoded: The pair.
+            current: This rank's value in the same place; `ABSENT` without one.
+        """
+        encoding, value = encoded
+        if encoding == KNOWN:
+            return self._states[value].owner if value in self._states else current
+        if encoding == UNSENDABLE:
+            return self._unsendable.get((value[1], value[2]), current)
+        if encoding == PACKED:
+            return unpack(value, self._referenced)
+        if encoding == SHARED:
+            return self._shared[value]
+        return self._written(*value) if encoding == IN_PLACE else value
+
+    def _referenced(self, encoded: Sequence[Any]) -> Any:
+        # An object that this rank does not have leaves None inside a container.
+        return self.decode(encoded, None)
+
+    def _written(self, place: Sequence[Any], value: Any) -> Any:
+        """Return the tensor or array at a place, with a new value; the value if there is none of
+        its type and shape."""
+        path, key, *indices = place
+        try:
+            content = self._states[path].content
+            is_name = type(key) is str or isinstance(content, list)
+            kept = content[key] if is_name else list(content.values())[key]
+            for index in indices:
+                kept = kept[index]
+        except (LookupError, TypeError):
+            return value
+        if not _has_same_type_and_shape(kept, value):
+            return value
+        if isinstance(kept, Tensor):
+            with torch.no_grad():
+                kept.copy_(value)
+        else:
+            kept[...] = value
+        return kept
+
+
+def apply_change(state: ObjectState, change: Tree, decode: Decode) -> None:
     """Apply a change of another rank's run, or of this rank's own run, to an object.
 
     Args:
         state: State of the object now.
         change: One change; see the module's docstring.
-        states: The states of all objects now, by path.
-        unsendable: This rank's own objects that cannot be sent; empty if it did not run the step.
+        decode: `ChangeDecoder.decode` of all changes.
     """
     kind, *rest = change
-
-    def decode(encoded: Sequence[Any], current: Any = ABSENT) -> Any:
-        return _decode(encoded, current, states, unsendable)
-
     if kind == "names":
         _apply_names(state, *rest, decode=decode)
     elif kind == "state":
@@ -134,13 +198,13 @@ def _apply_names(
     removed: Sequence[Any],
     order: Sequence[Any] | None,
     *,
-    decode: Callable[..., Any],
+    decode: Decode,
 ) -> None:
     namespace = namespace_of(state.owner)
-    for *encoded_key, encoding, value in new:
+    for encoded_key, encoded in new:
         key = decode(encoded_key)
         # A key object that this rank does not have cannot get a value.
-        result = ABSENT if key is ABSENT else decode((encoding, value), namespace.get(key, ABSENT))
+        result = ABSENT if key is ABSENT else decode(encoded, namespace.get(key, ABSENT))
         if result is not ABSENT:
             namespace[key] = result
     for key in map(decode, removed):
@@ -154,42 +218,13 @@ def _apply_names(
         namespace.update(reordered)
 
 
-def _decode(
-    encoded: Sequence[Any], current: Any, states: Mapping[str, ObjectState], unsendable: Unsendable
-) -> Any:
-    """Return the value of a pair `[encoding, value]`.
-
-    Args:
-        encoded: The pair.
-        current: This rank's value in the same place; `ABSENT` without one.
-        states: The states of all objects now, by path.
-        unsendable: This rank's own objects that cannot be sent.
-    """
-    encoding, value = encoded
-    if encoding == KNOWN:
-        return states[value].owner if value in states else current
-    if encoding == UNSENDABLE:
-        return unsendable.get((value[1], value[2]), current)
-    if encoding == PACKED:
-        return unpack(value)
-    if encoding == IN_PLACE and _has_same_type_and_shape(current, value):
-        if isinstance(current, Tensor):
-            with torch.no_grad():
-                current.copy_(value)
-        else:
-            current[...] = value
-        return current
-    return value
-
-
 def _encoded_values(change: Tree) -> Iterator[Sequence[Any]]:
     """Yield the pairs `[encoding, value]` of a change, except those in the `order` of a dict."""
     kind, *rest = change
     if kind == "names":
         new, removed, _ = rest
-        for key_encoding, key, encoding, value in new:
-            yield key_encoding, key
-            yield encoding, value
+        for pair in new:
+            yield from pair
         yield from removed
     elif kind == "set":
         yield from rest[0]

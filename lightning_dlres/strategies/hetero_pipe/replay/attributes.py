@@ -12,6 +12,7 @@ into the same tensors instead would invalidate a graph that has saved them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -26,16 +27,20 @@ from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
     IN_PLACE,
     KNOWN,
     PACKED,
+    SHARED,
     UNSENDABLE,
+    ChangeDecoder,
     Unsendable,
     apply_change,
 )
 from lightning_dlres.strategies.hetero_pipe.replay.containers import (
+    References,
     arrives_unchanged,
     detached_copy,
     pack,
     with_items,
 )
+from lightning_dlres.strategies.hetero_pipe.replay.shared_values import shared_values
 from lightning_dlres.strategies.hetero_pipe.replay.user_objects import (
     ABSENT,
     COPIED_TYPES,
@@ -92,9 +97,10 @@ class UserState:
         if not changes:
             return
         states = {state.path: state for state in self._read()[0]}
+        decoder = ChangeDecoder(changes, states, unsendable)
         for path, change in changes.items():
             if path in states:
-                apply_change(states[path], change, states, unsendable)
+                apply_change(states[path], change, decoder.decode)
 
     def all_metrics(self) -> dict[str, nn.Module]:
         """Return the metrics, and the collections of metrics, that exist now."""
@@ -175,6 +181,10 @@ class IsolatedState:
         # id of the copy -> copy, original, version counter of the copy. Holding the copy keeps
         # Python from giving its id to another object.
         self._originals: dict[int, tuple[Any, Any, int]] = {}
+        # id of the copy -> place of its original; see "in place" in `replay.attribute_changes`.
+        self._places: dict[int, list[Any]] = {}
+        # Values of the diff that is being made: pairs to fill in, with arguments of `_encoded`.
+        self._pending: list[tuple[list[Any], str, Any, Any]] = []
         self.unsendable: dict[tuple[str, Any], Any] = {}
         for state in states:
             # Tuples are included because they may hold tensors.
@@ -187,11 +197,12 @@ class IsolatedState:
         A copy that no operation wrote to counts as unchanged.
         """
         changes = {}
+        self._pending = []
         for state in self._states:
             change = None if state.is_surely_unchanged() else self._change_of(state)
             if change is not None:
                 changes[state.path] = change
-        return changes
+        return changes | self._encode_pending()
 
     def restore(self, layer_tensors: LayerTensors | None = None) -> None:
         """Write the content from before the run back into every object.
@@ -210,17 +221,21 @@ class IsolatedState:
             state.write(state.content)
 
     def _copied_content(self, state: ObjectState) -> Any:
+        path = state.path
         if state.kind in NAMED_KINDS:
-            return {name: self._copy(value) for name, value in state.content.items()}
+            return {
+                name: self._copy(value, [path, name if type(name) is str else index])
+                for index, (name, value) in enumerate(state.content.items())
+            }
         if state.kind in ("list", "deque"):
-            return list(map(self._copy, state.content))
+            return [self._copy(item, [path, index]) for index, item in enumerate(state.content)]
         return state.content
 
-    def _copy(self, value: Any) -> Any:
+    def _copy(self, value: Any, place: list[Any]) -> Any:
         """Return a copy of a tensor or array, also inside a tuple; any other value itself."""
         kind = type(value)
         if isinstance(value, tuple):
-            items = [self._copy(item) for item in value]
+            items = [self._copy(item, [*place, index]) for index, item in enumerate(value)]
             return value if are_identical(items, value) else with_items(value, items)
         if kind not in COPIED_TYPES:
             return value
@@ -233,7 +248,7 @@ class IsolatedState:
             else:
                 copy = value.copy()
                 self._originals[id(copy)] = copy, value, 0
-            self._copies[id(value)] = copy
+            self._copies[id(value)], self._places[id(copy)] = copy, place
         return self._copies[id(value)]
 
     def _change_of(self, state: ObjectState) -> Tree:
@@ -258,8 +273,8 @@ class IsolatedState:
         path = state.path
         new = [
             [
-                *self._encoded_key(path, ("key", index), key),
-                *self._encoded(path, _sendable_name(key, index), value),
+                self._encoded_key(path, ("key", index), key),
+                self._encoded(path, _sendable_name(key, index), value),
             ]
             for index, (key, value) in enumerate(now.items())
             if not self._is_same(before.get(key, ABSENT), value)
@@ -298,14 +313,14 @@ class IsolatedState:
         ]
         return ["set", new, removed] if new or removed else None
 
-    def _encoded_key(self, path: str, name: Any, key: Any) -> tuple[Any, Any]:
-        """Return the encoding of a key, and the key to send; see `_encoded`."""
-        return (None, key) if type(key) is str else self._encoded(path, name, key)
+    def _encoded_key(self, path: str, name: Any, key: Any) -> list[Any]:
+        """Return the pair of an encoding and a key; see `_encoded`."""
+        return [None, key] if type(key) is str else self._encoded(path, name, key)
 
-    def _encoded(self, path: str, name: Any, value: Any) -> tuple[Any, Any]:
-        """Return the encoding and the value to send; see `replay.attribute_changes`.
+    def _encoded(self, path: str, name: Any, value: Any) -> list[Any]:
+        """Return a pair for an encoding and the value to send; see `replay.attribute_changes`.
 
-        A value that cannot be sent is added to `unsendable`.
+        `_encode_pending` fills it in, once all values are known.
 
         Args:
             path: Path of the object that the value belongs to.
@@ -313,16 +328,47 @@ class IsolatedState:
                 or a pair such as ("old key", index).
             value: The value.
         """
-        if id(value) in self._paths:
-            return KNOWN, self._paths[id(value)]
-        encoding: str | None = IN_PLACE if id(value) in self._originals else None
-        try:
-            if arrives_unchanged(value):
-                return encoding, map_tensors(detached_copy, value)
-            return PACKED, pack(value)
-        except (ConfigError, RecursionError):
-            self.unsendable[path, name] = value
-            return UNSENDABLE, [type(value).__name__, path, name]
+        pair: list[Any] = []
+        self._pending.append((pair, path, name, value))
+        return pair
+
+    def _encode_pending(self) -> Tree:
+        """Fill in all pairs of `_encoded`, and return the shared values as a change.
+
+        A value that cannot be sent is added to `unsendable`.
+        """
+        if not self._pending:
+            return {}
+        references: dict[int, Tree] = {id_: [KNOWN, path] for id_, path in self._paths.items()}
+        values = [value for *_, value in self._pending]
+        shared: list[Tree] = []
+        for value in shared_values(values, self._paths, self._originals):
+            # One that cannot be sent is reported below, for each of its names.
+            with suppress(ConfigError, RecursionError):
+                shared.append(self._encoding_of(value, references))
+                references[id(value)] = [SHARED, len(shared) - 1]
+        first_user = None
+        for pair, path, name, value in self._pending:
+            try:
+                pair += references.get(id(value)) or self._encoding_of(value, references)
+            except (ConfigError, RecursionError):
+                self.unsendable[path, name] = value
+                pair += [UNSENDABLE, [type(value).__name__, path, name]]
+            if first_user is None and pair[0] in (SHARED, PACKED):
+                first_user = f"{path}.{name}" if path else str(name)
+        return {f"{first_user} and other names": ["shared", shared]} if shared else {}
+
+    def _encoding_of(self, value: Any, references: References) -> Tree:
+        """Return the encoding of a value, and the value to send.
+
+        Raises:
+            ConfigError: If the value cannot be sent.
+        """
+        if id(value) in self._originals:
+            return [IN_PLACE, [self._places[id(value)], map_tensors(detached_copy, value)]]
+        if arrives_unchanged(value, references):
+            return [None, map_tensors(detached_copy, value)]
+        return [PACKED, pack(value, references)]
 
     def _is_same(self, before: Any, now: Any) -> bool:
         """Return whether the run left a value as it was; its unwritten copy counts as the same."""

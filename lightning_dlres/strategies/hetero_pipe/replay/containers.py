@@ -7,6 +7,8 @@ the same type, or not at all: a step that calls `add` on a set fails on a rank t
 A packed value is a list:
 
 - `["value", value]`: a value that `core.wire` carries without a change of type.
+- `["reference", encoding]`: an object that the receiver has, or gets apart from this value; see
+  `attribute_changes`.
 - `[base, class, argument, items, attributes]`: a container. `base` is the name of its built-in base
   class, `class` the import path of its class. `argument` is the largest length of a deque, or the
   import path of the default factory of a defaultdict. Items and attributes are packed values.
@@ -18,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -43,13 +45,25 @@ _BASE_BY_NAME = {base.__name__: base for base in _BASES}
 # arrive as an instance of the type itself.
 _EXACT_LEAVES = {*SCALARS, np.ndarray, torch.Size, torch.dtype, torch.device, type(Path())}
 _VALUE = "value"
+_REFERENCE = "reference"
+# Encodings that take the place of objects, by the object's id.
+References = Mapping[int, Tree]
+_NO_REFERENCES: References = {}
 
 
-def arrives_unchanged(value: Any) -> bool:
+def arrives_unchanged(value: Any, references: References = _NO_REFERENCES) -> bool:
     """Return True if `core.wire` carries a value without a change of any type inside it.
 
     True does not promise that `core.wire` accepts the value.
+
+    Args:
+        value: The value.
+        references: See `pack`. A value that holds one of these objects is not carried as it is.
     """
+
+    def is_plain(part: Any) -> bool:
+        return id(part) not in references and arrives_unchanged(part, references)
+
     kind = type(value)
     if kind is Tensor:
         is_dense = value.layout is torch.strided and not value.is_nested
@@ -57,7 +71,7 @@ def arrives_unchanged(value: Any) -> bool:
     if kind in _EXACT_LEAVES or isinstance(value, (np.generic, Enum)):
         return True
     if kind in (list, tuple):
-        return all(map(arrives_unchanged, value))
+        return all(map(is_plain, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # `core.wire` carries the attributes of a data class. If the class is also a list, tuple,
         # set or deque, its items would be lost.
@@ -65,19 +79,32 @@ def arrives_unchanged(value: Any) -> bool:
             return False
         names = {field.name for field in dataclasses.fields(value)} | {*_attributes(value)}
         return all(arrives_unchanged(getattr(value, name, None)) for name in names)
+    if kind is dict:
+        return all(is_plain(part) for pair in value.items() for part in pair)
     # `core.wire` runs the constructor of a subclass of `dict`, and drops its attributes.
-    if kind is dict or (isinstance(value, Mapping) and not isinstance(value, dict)):
+    if isinstance(value, Mapping) and not isinstance(value, dict):
         return all(arrives_unchanged(part) for pair in value.items() for part in pair)
     return False
 
 
-def pack(value: Any) -> Tree:
+def pack(value: Any, references: References = _NO_REFERENCES) -> Tree:
     """Return a value as plain data, with copies of its tensors.
+
+    Args:
+        value: The value.
+        references: Encodings of objects, by id. Inside the value, the encoding takes the place of
+            the object.
 
     Raises:
         ConfigError: If another rank could not make a value of the same types.
     """
-    if arrives_unchanged(value):
+
+    def packed(part: Any) -> Tree:
+        if id(part) in references:
+            return [_REFERENCE, references[id(part)]]
+        return pack(part, references)
+
+    if arrives_unchanged(value, references):
         return [_VALUE, map_tensors(detached_copy, value)]
     kind: Any = type(value)
     base = next((base for base in _BASES if isinstance(value, base)), None)
@@ -88,9 +115,9 @@ def pack(value: Any) -> Tree:
         )
     # Call the methods of the base class, since the user's class may override them.
     items = (
-        [[pack(key), pack(item)] for key, item in base.items(value)]
+        [[packed(key), packed(item)] for key, item in base.items(value)]
         if issubclass(base, dict)
-        else [pack(item) for item in base.__iter__(value)]
+        else [packed(item) for item in base.__iter__(value)]
     )
     argument: Any = None
     if base is deque:
@@ -99,12 +126,16 @@ def pack(value: Any) -> Tree:
         argument = _path_of(value.default_factory)
     attributes = None
     if getattr(value, "__dict__", None) is not value:
-        attributes = [[name, pack(inner)] for name, inner in _attributes(value).items()]
+        attributes = [[name, packed(inner)] for name, inner in _attributes(value).items()]
     return [base.__name__, _path_of(kind), argument, items, attributes]
 
 
-def unpack(packed: Tree) -> Any:
+def unpack(packed: Tree, resolve: Callable[[Tree], Any] | None = None) -> Any:
     """Return the value that `pack` turned into plain data, without running user constructors.
+
+    Args:
+        packed: The result of `pack`.
+        resolve: Returns the object of an encoding in `references`. None: there were none.
 
     Raises:
         ProtocolError: If this rank does not have the class, or the factory of a defaultdict.
@@ -112,6 +143,8 @@ def unpack(packed: Tree) -> Any:
     tag, *content = packed
     if tag == _VALUE:
         return content[0]
+    if tag == _REFERENCE:
+        return resolve(content[0]) if resolve is not None else None
     path, argument, items, attributes = content
     base, kind = _BASE_BY_NAME.get(tag), _at_path(path)
     if base is None or not isinstance(kind, type) or not issubclass(kind, base):
@@ -125,17 +158,17 @@ def unpack(packed: Tree) -> Any:
         if base is defaultdict:
             base.__init__(result, None if argument is None else _factory(argument))
         for key, item in items:
-            base.__setitem__(result, unpack(key), unpack(item))
+            base.__setitem__(result, unpack(key, resolve), unpack(item, resolve))
     elif base in (tuple, frozenset):
-        result = base.__new__(kind, map(unpack, items))
+        result = base.__new__(kind, (unpack(item, resolve) for item in items))
     else:
         result = base.__new__(kind)
-        values = map(unpack, items)
+        values = (unpack(item, resolve) for item in items)
         base.__init__(result, values, *((argument,) if base is deque else ()))
     if attributes is None:
         result.__dict__ = result
     elif attributes:
-        vars(result).update({name: unpack(inner) for name, inner in attributes})
+        vars(result).update({name: unpack(inner, resolve) for name, inner in attributes})
     return result
 
 
