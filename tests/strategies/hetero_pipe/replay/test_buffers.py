@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from lightning_dlres import UnsupportedStepError
 from lightning_dlres.strategies.hetero_pipe.replay.buffers import NonPipelinedBuffers
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
+from tests.strategies.hetero_pipe.replay.test_value_types import Model, replay
 from tests.support.parity import relative
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (
@@ -259,6 +260,20 @@ def test_new_buffer_is_registered_on_every_rank() -> None:
         assert list(dict(model.named_buffers())) == ["centre", "queue", "new", "hidden"]
         assert {"new", "queue"} == {n for n in model.state_dict() if not n.startswith("net")}
         assert not hasattr(model, "count")
+
+
+def test_buffer_of_a_module_in_a_list_is_registered_on_every_rank() -> None:
+    def make() -> Model:
+        return Model(parts=[nn.Module()])
+
+    def step(model: Any) -> None:
+        model.parts[0].register_buffer("shown", torch.ones(2))
+        model.parts[0].register_buffer("hidden", torch.ones(2), persistent=False)
+
+    leader, follower, plain, _ = replay(make, step)
+    for model in (leader, follower, plain):
+        assert list(dict(model.parts[0].named_buffers())) == ["shown", "hidden"]
+        assert list(model.parts[0].state_dict()) == ["shown"]
 
 
 def test_buffers_share_tensors_as_on_the_rank_of_the_step() -> None:
