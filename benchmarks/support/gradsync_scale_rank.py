@@ -26,11 +26,15 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.session import SyncSession
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.gradient_fusion import FUSED_BYTES, GradientFusion
+from lightning_dlres.gradsync.plan.units import GradientSpec
 from lightning_dlres.gradsync.profile.measurement import measure_costs
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 
+# Gradients with fewer bytes are not compressed, as by default.
+_MIN_BYTES = 16384
 # Options that leave the cost model no choice of topology, and use no coordinator.
-_DEFAULTS = {"topology": "ps", "coordinator": "none"}
+_DEFAULTS = {"topology": "ps", "coordinator": "none", "min_bytes": _MIN_BYTES}
 
 
 class TimedState(GradientSyncState):
@@ -42,12 +46,19 @@ class TimedState(GradientSyncState):
             with its gradient was ready.
     """
 
+    ready: dict[str, list[float]]
+
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(**options)
         self.started = 0.0
-        self.ready: dict[str, list[float]] = defaultdict(list)
+        self.ready = defaultdict(list)
         self._name_by_parameter = {p: name for name, p in module.named_parameters()}
         self.name_parameters(module.named_parameters())
+        self._fusion = GradientFusion(
+            [GradientSpec(name=n, count=p.numel()) for n, p in module.named_parameters()],
+            most_elements=_MIN_BYTES // 4 - 1,
+            fused_elements=FUSED_BYTES // 4,
+        )
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Record the time, and synchronise the bucket."""
@@ -55,6 +66,18 @@ class TimedState(GradientSyncState):
         for parameter in bucket.parameters():
             self.ready[self._name_by_parameter[parameter]].append(seconds)  # type: ignore[index]
         return super().reduce(bucket)
+
+    def ready_in_plan(self) -> dict[str, list[float]]:
+        """Return `ready` for the plan's gradients; a fused one is ready with its last member."""
+        return {
+            spec.name: [
+                max(times)
+                for times in zip(
+                    *(self.ready[name] for name in self._fusion.members(spec.name)), strict=True
+                )
+            ]
+            for spec in self._fusion.specs
+        }
 
 
 class Training:
@@ -113,8 +136,8 @@ def train(order: Message, trainings: dict[str, Training], batch: Tensor) -> Mess
         batch: Input of the model, float32[SAMPLES, WIDTH].
 
     Returns:
-        "seconds" of each step; "ready", see `TimedState`; and the "units" of the plan, each as
-        [gradient, start, stop, codec, owner].
+        "seconds" of each step; "ready", see `TimedState.ready_in_plan`; and the "units" of the
+        plan, each as [gradient, start, stop, codec, owner].
     """
     name = order["contender"]
     if name not in trainings:
@@ -125,7 +148,7 @@ def train(order: Message, trainings: dict[str, Training], batch: Tensor) -> Mess
     assert plan is not None
     return {
         "seconds": seconds,
-        "ready": dict(training.state.ready),
+        "ready": training.state.ready_in_plan(),
         "units": [[u.gradient, u.start, u.stop, u.codec, u.owner] for u in plan.units],
     }
 

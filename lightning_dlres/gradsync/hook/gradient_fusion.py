@@ -97,6 +97,11 @@ class GradientFusion:
         self._fused_of |= {member.name: fused for member in group}
         self._offsets |= fused.offsets()
 
+    def members(self, name: str) -> tuple[str, ...]:
+        """Return the gradients of the model that a gradient of the plan consists of."""
+        fused = self._fused.get(name)
+        return (name,) if fused is None else tuple(member.name for member in fused.members)
+
     def start(
         self, gradients: Mapping[str, Tensor], start: Start, on_done: OnDone, *, has_data: bool
     ) -> None:

@@ -113,5 +113,8 @@ def test_launched_ranks_leave_no_orphans(start_script: Any, victim: int) -> None
     # Lightning's launcher polls its children every few seconds, and may notice the death first.
     ours, launchers = rf"dlres: .*stage {victim} \(rank {victim}\)", rf"\[rank: {victim}\] Child"
     message = re.search(f"{ours}|{launchers}" if victim else ours, output)
-    assert message, output
-    assert "Traceback" not in output[: message.start()]
+    # Or a message of the step itself ended rank 0, before its watch had noticed the death.
+    in_step = re.search(rf"PeerLostError: .* lost stage {victim} \(rank {victim}\)", output)
+    assert message or in_step, output
+    if message:
+        assert "Traceback" not in output[: message.start()]
