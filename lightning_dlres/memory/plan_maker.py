@@ -32,14 +32,7 @@ class PlanMaker:
     def __init__(self, config: OffloaderConfig, warn: Callable[[str], None]) -> None:
         self._config, self._warn = config, warn
 
-    def make(
-        self,
-        profile: StepProfile,
-        *,
-        recompute: bool,
-        reuse: bool,
-        unpatched: MemoryPlan | None = None,
-    ) -> MemoryPlan:
+    def make(self, profile: StepProfile, *, recompute: bool, reuse: bool) -> MemoryPlan:
         """Return the fastest plan within the limits.
 
         If no plan meets them and `on_over_budget` is "warn", warn, and return a plan with the
@@ -49,32 +42,24 @@ class PlanMaker:
             profile: Profile of a step.
             recompute: Whether modules may run again in backward.
             reuse: Whether modules may reuse memory.
-            unpatched: Plan of the same steps without patches, if modules were patched during the
-                profile. A share in `saved_budget` refers to what those steps save.
 
         Raises:
             ConfigError: If no plan meets the limits, and `on_over_budget` is "error".
         """
-        config = self._config
         try:
-            limits = self._limits(profile, recompute, reuse, unpatched)
-            return plan_memory(profile, limits, config.actions, recompute, reuse)
+            return self._within_limits(profile, recompute, reuse)
         except ConfigError as error:
-            if config.on_over_budget == "error":
-                raise
-            self._warn(f"{error} Training continues with the smallest peak that can be met.")
-        # The budgets are dropped. A tier has no more room than its limit.
-        limits = MemoryLimits(tiers={tier.name: tier.limit for tier in config.tiers})
-        smallest = smallest_budget(profile, limits, config.actions, recompute, reuse)
-        limits = replace(limits, device=smallest)
-        return plan_memory(profile, limits, config.actions, recompute, reuse)
+            self._reject_or_warn(error)
+        return self._with_smallest_peak(profile, recompute, reuse)
 
     def choose_plan(
         self, unpatched: ProfiledPlan, patched_profile: StepProfile, patches: ModulePatches
     ) -> tuple[ProfiledPlan, ModulePatches]:
         """Return the better of two plans, with and without patches, and the patches that it needs.
 
-        The better plan has the shorter step. With the budget "min" the peak counts first.
+        A plan that meets the limits is better than one that does not. Of two that meet them, the
+        better plan has the shorter step. The peak counts first with the budget "min", and if
+        neither plan meets the limits.
 
         Args:
             unpatched: Plan and profile of the steps without patches.
@@ -84,21 +69,26 @@ class PlanMaker:
         Raises:
             ConfigError: If neither plan meets the limits, and `on_over_budget` is "error".
         """
+        profiles = (patched_profile, patches), (unpatched.profile, NO_PATCHES)
         candidates: list[tuple[MemoryPlan, StepProfile, ModulePatches]] = []
-        first_error: ConfigError | None = None
-        for profile, applied in ((patched_profile, patches), (unpatched.profile, NO_PATCHES)):
+        errors: list[ConfigError] = []
+        for profile, applied in profiles:
             try:
-                plan = self.make(profile, recompute=False, reuse=False, unpatched=unpatched.plan)
+                plan = self._within_limits(profile, False, False, unpatched.plan)
             except ConfigError as error:
-                first_error = first_error or error
+                errors.append(error)
             else:
                 candidates.append((plan, profile, applied))
+        peak_first = self._config.device_limit == "min"
         if not candidates:
-            assert first_error is not None
-            raise first_error
-        is_min = self._config.device_limit == "min"
+            self._reject_or_warn(errors[0])
+            peak_first = True
+            candidates = [
+                (self._with_smallest_peak(profile, False, False), profile, applied)
+                for profile, applied in profiles
+            ]
         plan, profile, chosen = min(
-            candidates, key=lambda c: (c[0].peak if is_min else 0, c[0].seconds)
+            candidates, key=lambda c: (c[0].peak if peak_first else 0, c[0].seconds)
         )
         plan = msgspec.structs.replace(
             plan,
@@ -109,6 +99,43 @@ class PlanMaker:
             plain_saved_peak=unpatched.plan.plain_saved_peak,
         )
         return ProfiledPlan(plan, profile), chosen
+
+    def _reject_or_warn(self, error: ConfigError) -> None:
+        """Raise the error of limits that no plan meets, or warn, as `on_over_budget` says."""
+        if self._config.on_over_budget == "error":
+            raise error
+        self._warn(f"{error} Training continues with the smallest peak that can be met.")
+
+    def _within_limits(
+        self,
+        profile: StepProfile,
+        recompute: bool,
+        reuse: bool,
+        unpatched: MemoryPlan | None = None,
+    ) -> MemoryPlan:
+        """Return the fastest plan within the limits.
+
+        Args:
+            profile: Profile of a step.
+            recompute: Whether modules may run again in backward.
+            reuse: Whether modules may reuse memory.
+            unpatched: Plan of the same steps without patches, if modules were patched during the
+                profile. A share in `saved_budget` refers to what those steps save.
+
+        Raises:
+            ConfigError: If no plan meets them.
+        """
+        limits = self._limits(profile, recompute, reuse, unpatched)
+        return plan_memory(profile, limits, self._config.actions, recompute, reuse)
+
+    def _with_smallest_peak(self, profile: StepProfile, recompute: bool, reuse: bool) -> MemoryPlan:
+        """Return a plan with the smallest possible peak, whatever the budgets are."""
+        config = self._config
+        # A tier has no more room than its limit.
+        limits = MemoryLimits(tiers={tier.name: tier.limit for tier in config.tiers})
+        smallest = smallest_budget(profile, limits, config.actions, recompute, reuse)
+        limits = replace(limits, device=smallest)
+        return plan_memory(profile, limits, config.actions, recompute, reuse)
 
     def _limits(
         self, profile: StepProfile, recompute: bool, reuse: bool, unpatched: MemoryPlan | None

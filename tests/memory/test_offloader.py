@@ -343,6 +343,32 @@ def test_an_exceeded_budget_is_an_error_or_a_warning(limit: dict[str, int]) -> N
     assert "Training continues with the smallest peak that can be met." in warning
 
 
+@pytest.mark.parametrize("actions", [["recompute"], ["recompute", "reuse"]], ids=str)
+def test_patches_that_meet_the_budget_are_kept_without_a_warning(actions: list[str]) -> None:
+    """Without patches, no plan meets this budget."""
+    options: dict[str, Any] = {"actions": actions, "saved_budget": 0.7, "exact": False}
+    run = Run(plain_loss, on_over_budget="warn", **options).steps(9)
+    assert run.plan.recompute
+    assert run.plan.saved_limit is not None
+    assert run.plan.saved_peak <= run.plan.saved_limit
+    assert run.warned == []
+
+
+def loss_of_many_rows(net: nn.Module, number: int) -> Tensor:
+    """Save so many activations that modules which run again lower the peak."""
+    return net(torch.randn(256, 16)).square().sum()
+
+
+def test_the_smaller_peak_wins_if_neither_plan_meets_the_budget() -> None:
+    options: dict[str, Any] = {"actions": ["recompute"], "budget": 20_000, "exact": False}
+    run = Run(loss_of_many_rows, on_over_budget="warn", **options).steps(9)
+    # The planner warns of its prediction, and once more of the measured steps.
+    assert len(run.warned) == 2
+    assert all("must be at least" in warning for warning in run.warned)
+    assert run.plan.recompute
+    assert run.plan.peak < run.plan.plain_peak
+
+
 def test_shares_in_percent() -> None:
     for budget in ("50%", " 50 % ", 0.5, "0.5"):
         assert MemoryConfig(saved_budget=budget).for_device(CPU).saved_limit == 0.5
