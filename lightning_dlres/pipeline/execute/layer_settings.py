@@ -1,6 +1,7 @@
 """Settings that a training step must not change.
 
-These are `requires_grad` of parameters, and numbers, strings and flags of layers.
+These are `requires_grad` of parameters, and attributes of layers: numbers, strings, flags and
+tensors. Tensors are compared by identity: in-place changes are not seen.
 
 A rank runs only a part of the step: up to the module's call, from the call on, or nothing. So a
 change in the step would happen on some ranks only, or after the rank's layers have run. Hooks
@@ -10,13 +11,16 @@ may change settings, because they run on all ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 _PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
 # Attributes of every module. One of them is `training`: steps may put layers into evaluation mode.
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+# Value of an attribute that a module does not have. None is a value that layers do have.
+_ABSENT = object()
 
 
 class SettingsSnapshot(NamedTuple):
@@ -24,11 +28,13 @@ class SettingsSnapshot(NamedTuple):
 
     Attributes:
         trainable: `requires_grad` of every parameter.
-        attributes: The plain attributes of every module in the layers.
+        attributes: The attributes of every module in the layers.
+        buffers: The buffers of every module in the layers.
     """
 
     trainable: list[bool]
     attributes: list[dict[str, Any]]
+    buffers: list[dict[str, Tensor]]
 
 
 class LayerSettings:
@@ -36,18 +42,31 @@ class LayerSettings:
 
     Args:
         root: The LightningModule. `requires_grad` of all its parameters is a setting.
-        layers: Layers of the pipeline. Numbers, strings and flags of their modules are settings.
+        layers: Layers of the pipeline. Attributes of their modules are settings.
+        shared: Modules that `training_step` may call itself. If layers have them, too, only their
+            numbers, strings and flags are settings: a forward may replace tensors.
     """
 
-    def __init__(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: Iterable[nn.Module],
+        shared: Iterable[nn.Module] = (),
+    ) -> None:
         layer_modules = {module for layer in layers for module in layer.modules()}
+        tensor_owners = layer_modules.difference(shared)
         self._parameters = list(root.named_parameters())
-        self._modules = [item for item in root.named_modules() if item[1] in layer_modules]
+        self._modules = [
+            _ModuleSettings(path, module, module in tensor_owners)
+            for path, module in root.named_modules()
+            if module in layer_modules
+        ]
 
     def snapshot(self) -> SettingsSnapshot:
         """Return all settings now."""
-        attributes = [_plain_attributes(module) for _, module in self._modules]
-        return SettingsSnapshot(self.trainable(), attributes)
+        attributes = [module.attributes() for module in self._modules]
+        buffers = [module.buffers() for module in self._modules]
+        return SettingsSnapshot(self.trainable(), attributes, buffers)
 
     def restore(self, before: SettingsSnapshot) -> str | None:
         """Put all settings back, and return an error message that names the first change.
@@ -55,16 +74,9 @@ class LayerSettings:
         None if nothing has changed.
         """
         error = self.restore_trainable(before.trainable)
-        for (path, module), old in zip(self._modules, before.attributes, strict=True):
-            now = _plain_attributes(module)
-            if now == old:
-                continue
-            names = sorted(n for n in old.keys() | now.keys() if old.get(n) != now.get(n))
-            for name in names:
-                error = error or _change_error(f"{name!r} of the layer {path!r}")
-            for name in now.keys() - old.keys():
-                del vars(module)[name]
-            vars(module).update(old)
+        for module, *old in zip(self._modules, before.attributes, before.buffers, strict=True):
+            for name in sorted(module.restore(*old)):
+                error = error or _change_error(f"{name!r} of the layer {module.path!r}")
         return error
 
     def trainable(self) -> list[bool]:
@@ -81,13 +93,65 @@ class LayerSettings:
         return error
 
 
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    attributes = vars(module).items()
-    return {
-        name: v
-        for name, v in attributes
-        if type(v) in _PLAIN_TYPES and name not in _TORCH_ATTRIBUTES
-    }
+@dataclass(frozen=True)
+class _ModuleSettings:
+    """Reader of one module's settings, which can also put them back.
+
+    Attributes:
+        path: Name of the module.
+        module: The module.
+        watches_tensors: Whether tensors are settings, too.
+    """
+
+    path: str
+    module: nn.Module
+    watches_tensors: bool
+
+    def attributes(self) -> dict[str, Any]:
+        """Return all attributes now, also those that are no settings."""
+        attributes = vars(self.module).items()
+        return {name: value for name, value in attributes if name not in _TORCH_ATTRIBUTES}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are settings now."""
+        if not self.watches_tensors:
+            return {}
+        return dict(self.module.named_buffers(recurse=False, remove_duplicate=False))
+
+    def restore(self, attributes: dict[str, Any], buffers: dict[str, Tensor]) -> set[str]:
+        """Put changed settings back, and return their names."""
+        changed = self._changed_names(attributes, self.attributes())
+        for name in changed:
+            if name in attributes:
+                vars(self.module)[name] = attributes[name]
+            else:
+                del vars(self.module)[name]
+        changed_buffers = self._changed_names(buffers, self.buffers())
+        for name in changed_buffers:
+            setattr(self.module, name, buffers.get(name))
+        return changed | changed_buffers
+
+    def _changed_names(self, before: dict[str, Any], now: dict[str, Any]) -> set[str]:
+        return {
+            name
+            for name in before.keys() | now.keys()
+            if self._is_change(before.get(name, _ABSENT), now.get(name, _ABSENT))
+        }
+
+    def _is_change(self, before: Any, now: Any) -> bool:
+        """Return whether a setting has changed. Lists and other objects are no settings."""
+        if before is now:
+            return False
+        if _is_plain(before) and _is_plain(now):
+            return bool(before != now)
+        return self._is_setting(before) or self._is_setting(now)
+
+    def _is_setting(self, value: Any) -> bool:
+        return _is_plain(value) or (self.watches_tensors and isinstance(value, Tensor))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN_TYPES
 
 
 def _change_error(setting: str) -> str:

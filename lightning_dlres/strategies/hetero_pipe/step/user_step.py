@@ -84,7 +84,8 @@ class StepContext:
     def __post_init__(self) -> None:
         layers = self.pipelined.layers
         trainer = self.module.trainer
-        self.settings = LayerSettings(self.module, layers.modules)
+        shared = (module for _, module in layers.non_pipelined_modules())
+        self.settings = LayerSettings(self.module, layers.modules, shared)
         self.state = UserState(
             layers.non_pipelined_modules,
             layers.modules,
