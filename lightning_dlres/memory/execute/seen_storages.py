@@ -116,7 +116,6 @@ class SeenStorages:
         self._by_key: dict[int, SeenStorage] = {}
         self._exempt: list[SeenStorage] = []
         self._exempt_keys: list[int] = []
-        self._exempt_addresses: list[tuple[int, int]] = []
 
     def start(self, exempt: Iterable[Tensor]) -> None:
         """Start a step.
@@ -125,12 +124,13 @@ class SeenStorages:
             exempt: Tensors that always stay on the device, with all views of them.
         """
         tensors = [tensor for tensor in exempt if has_storage(tensor)]
-        # If the parameters have the same addresses as in the last step, reuse their entries.
-        addresses = [(id(tensor), tensor.data_ptr()) for tensor in tensors]
-        if addresses != self._exempt_addresses:
-            self._exempt_addresses = addresses
+        # If the parameters have the same storages as in the last step, reuse their entries. Equal
+        # keys mean equal storages, because the entries hold references. An equal address would not:
+        # the allocator may give it to a new storage.
+        keys = [storage_key(tensor) for tensor in tensors]
+        if keys != self._exempt_keys:
+            self._exempt_keys = keys
             self._exempt = [SeenStorage(tensor, is_exempt=True) for tensor in tensors]
-            self._exempt_keys = [storage_key(tensor) for tensor in tensors]
         self._by_key = dict(zip(self._exempt_keys, self._exempt, strict=True))
 
     def of(self, tensor: Tensor) -> SeenStorage:
