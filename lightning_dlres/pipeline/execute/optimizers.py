@@ -119,18 +119,26 @@ def _updated(optimizer_class: Any, options: dict[str, Any], indices: list[int]) 
 
 
 def set_state_device(optimizer: Optimizer, device: torch.device) -> None:
-    """Move the state tensors that have their parameter's shape to a device.
+    """Move the state of all parameters to a device.
 
-    Tensors of other shapes stay where they are. Most are step counts, and each optimizer has its
-    own device for these.
+    As in `Optimizer.load_state_dict`, the entry "step" stays where it is, unless the options
+    `fused` or `capturable` need it on the parameter's device.
     """
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if (
-                isinstance(value, Tensor)
-                # A step count has no dimensions. A scalar parameter has the same shape.
-                and key != "step"
-                and value.shape == parameter.shape
-                and value.device != device
-            ):
-                state[key] = value.to(device)
+    for group in optimizer.param_groups:
+        moves_step = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if key != "step" or moves_step:
+                    state[key] = _on_device(value, device)
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """Return an entry of an optimizer's state with its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if type(value) is dict:
+        return {key: _on_device(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_on_device(item, device) for item in value)
+    return value

@@ -153,6 +153,44 @@ def test_state_is_moved_and_step_counts_are_not() -> None:
     assert optimizer.state[p]["exp_avg"] is moved
 
 
+def state_after_step(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state of an optimizer's only parameter after one step."""
+    (parameter,) = optimizer.param_groups[0]["params"]
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return dict(optimizer.state[parameter])
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "NAdam", "ASGD"])
+def test_state_of_other_shapes_is_moved(name: str) -> None:
+    """Adafactor keeps a row and a column of variances for every matrix."""
+    optimizer = getattr(torch.optim, name)(parameters()[:1])
+    before = state_after_step(optimizer)
+    set_state_device(optimizer, torch.device("meta"))
+    (state,) = optimizer.state.values()
+    assert any(t.shape != (3, 4) for key, t in before.items() if key != "step")
+    assert {key for key, t in state.items() if not t.is_meta} == {"step"}
+
+
+def test_a_fused_step_count_is_moved() -> None:
+    optimizer = torch.optim.Adam(parameters()[:1], fused=True)
+    state_after_step(optimizer)
+    set_state_device(optimizer, torch.device("meta"))
+    (state,) = optimizer.state.values()
+    assert all(tensor.is_meta for tensor in state.values())
+
+
+def test_nested_state_is_moved() -> None:
+    optimizer = torch.optim.SGD(parameters()[:1])
+    (parameter,) = optimizer.param_groups[0]["params"]
+    state = optimizer.state[parameter]
+    state.update(factors=[torch.ones(3, 3), torch.ones(4, 4)], last={"norm": torch.ones(())})
+    state["name"] = "a"
+    set_state_device(optimizer, torch.device("meta"))
+    assert all(tensor.is_meta for tensor in (*state["factors"], state["last"]["norm"]))
+    assert state["name"] == "a"
+
+
 def test_the_step_count_of_a_scalar_parameter_is_not_moved() -> None:
     parameter = nn.Parameter(torch.tensor(1.0))
     optimizer = torch.optim.Adam([parameter])
