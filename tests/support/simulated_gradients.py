@@ -6,8 +6,8 @@ simulator needs a separate process.
 
 Each argument is one case: "codec,number of elements,power of two of the scale,options". The options
 are any of "nan" and "inf" (put such a value into the last block in the second step), "tiny" (values
-near the smallest float32), "zero" (zeros in the first step) and "large" (values near the largest
-float32), joined by "+".
+near the smallest float32), "zero" (zeros in the first step), "large" (values near the largest
+float32) and "largest" (the first value is the largest float32), joined by "+".
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def gradient(count: int, step: int, options: set[str]) -> Tensor:
         values *= 1e37
     if "zero" in options and step == 0:
         values *= 0
+    if "largest" in options:
+        values[0] = np.finfo(np.float32).max
     for name in ("nan", "inf"):
         if name in options and step == 1 and count:
             values[-1] = float(name)

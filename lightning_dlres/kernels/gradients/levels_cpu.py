@@ -16,6 +16,9 @@ _MAXIMA = 64
 # Smallest distance between adjacent levels; its inverse is finite. Blocks with a smaller one are
 # sent as zeros.
 SMALLEST_STEP = float(np.finfo(np.float32).tiny)
+# Largest magnitude that the highest level may stand for. Steps are rounded, and the product of a
+# step and the highest level must not overflow. Larger values are clipped.
+LARGEST_LEVEL = float(np.float32(LARGEST * (1 - 2.0**-22)))
 
 
 def mixed_bits(value: Any) -> Any:
@@ -53,7 +56,8 @@ def _step_of_maxima(maxima: Any, top: Any) -> Any:
     largest = float32(0)
     for i in range(maxima.size):
         largest = max(largest, maxima[i])
-    return largest / top if largest <= float32(LARGEST) else float32(np.nan)
+    is_finite = largest <= float32(LARGEST)
+    return min(largest, float32(LARGEST_LEVEL)) / top if is_finite else float32(np.nan)
 
 
 _step = subroutine(_step_of_maxima, nogil=True)

@@ -23,7 +23,7 @@ from lightning_dlres.kernels.gradients.arithmetic_cuda import (
     tree_largest,
 )
 from lightning_dlres.kernels.gradients.layout import BLOCK, LARGEST, blocks
-from lightning_dlres.kernels.gradients.levels_cpu import SMALLEST_STEP, mixed_bits
+from lightning_dlres.kernels.gradients.levels_cpu import LARGEST_LEVEL, SMALLEST_STEP, mixed_bits
 
 # A thread encodes the elements of one to four whole words.
 THREADS = 256
@@ -118,7 +118,8 @@ def _step_of_block(own: Any, top: Any, lanes: Any, lane: Any) -> Any:
     tree_largest(lanes, lane)
     # A selected NaN has the same bits as on the CPU; a NaN from a division does not.
     is_finite = lanes[0, 0] <= float32(LARGEST)
-    return divide(lanes[0, 0], top) if is_finite else float32(np.nan)
+    largest = min(lanes[0, 0], float32(LARGEST_LEVEL))
+    return divide(largest, top) if is_finite else float32(np.nan)
 
 
 @device_function

@@ -41,6 +41,32 @@ def test_blocks_too_small_for_a_step_stay_in_the_residual(bits: int) -> None:
     )
 
 
+def largest_values() -> Tensor:
+    """Return the largest float32, and the numbers just below it, of both signs."""
+    top = torch.finfo(torch.float32).max
+    values = torch.arange(64).mul(-1).add(torch.tensor(top).view(torch.int32)).view(torch.float32)
+    return torch.cat([values, -values])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_levels_of_the_largest_values_are_finite(bits: int) -> None:
+    for value in largest_values():
+        values, residual, decoded = value.repeat(40), torch.zeros(40), torch.empty(40)
+        levels.decode(encoded(values, residual, bits), decoded, 1.0, False, bits=bits)
+        assert decoded.isfinite().all()
+        assert torch.equal(decoded.double() + residual.double(), values.double())
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_random_levels_of_the_largest_values_are_finite(bits: int) -> None:
+    for value in largest_values():
+        values, decoded = value.repeat(40), torch.empty(40)
+        payload = torch.empty(levels.payload_bytes(40, bits), dtype=torch.uint8)
+        levels.encode_stochastic(values, payload, 1.0, bits=bits, seed=1)
+        levels.decode(payload, decoded, 1.0, False, bits=bits)
+        torch.testing.assert_close(decoded, values, rtol=2.0**-20, atol=0)
+
+
 def in_order(lanes: NDArray[np.floating]) -> np.floating:
     """Return a sum in the order that `sums` defines."""
     while lanes.size > 1:

@@ -37,15 +37,18 @@ FEW_CASES = [
     "tbq0.5,1,-2,inf",
     "int8,1,2,",
     "int8,33,0,tiny+inf",
+    "int8,33,0,largest",
     "qsgd4,270,0,nan",
     "qsgd8,100,3,tiny",
+    "qsgd8,40,0,largest",
     "terngrad,600,0,",
     "dgc,50,1,nan",
 ]
 SIZES = (0, 1, 31, 32, 33, 255, 256, 257, 4095, 4096, 4097, 8193)
-OPTIONS = ("nan", "inf", "tiny", "large", "zero", "tiny+zero", "large+nan")
+OPTIONS = ("nan", "inf", "tiny", "large", "largest", "zero", "tiny+zero", "large+nan")
 ALL_CASES = {
-    name: [f"{name},{n},1," for n in SIZES] + [f"{name},700,-2,{o}" for o in OPTIONS]
+    name: [f"{name},{n},1," for n in SIZES]
+    + [f"{name},700,{0 if o == 'largest' else -2},{o}" for o in OPTIONS]
     for name in NAMES
 }
 
