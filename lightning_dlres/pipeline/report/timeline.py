@@ -10,7 +10,7 @@ import re
 import statistics
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_dlres.core.trace import Span
 from lightning_dlres.pipeline.plan.cost_model.simulator import Activity, Timeline
@@ -36,7 +36,7 @@ class MeasuredStep:
         interval: Seconds until the next step starts. None if no step follows directly: after the
             last one, and before an evaluation.
         checked: True if a computation ran more than once, because the loss was checked or the step
-            was repeated. The timeline holds the last run of each computation.
+            was repeated. The timeline holds the last run with a backward pass.
         whole_loss: True if the loss was computed once over the whole batch, as under GPipe.
     """
 
@@ -190,8 +190,9 @@ class _Rank:
         stage: Stage of the rank.
         steps: Span of each step, by batch.
         computed: By batch, the span of each computation by (name, micro-batch).
-        synced: By batch, the all-reduces that began in its step.
+        synced: By batch, the all-reduces of its step.
         checked: Batches in which some computation ran more than once; see `MeasuredStep`.
+            `computed` and `synced` hold one of the runs.
         sent: By (kind of message, receiving rank), the transfers in order of their start.
         received: By (kind of message, sending rank), the transfers in order of their start.
     """
@@ -202,15 +203,18 @@ class _Rank:
         self.steps = {int(str(s.args["batch"])): s for s in complete if "batch" in s.args}
         self._batches = sorted(self.steps, key=lambda batch: self.steps[batch].start_ns)
         self._starts = [self.steps[batch].start_ns for batch in self._batches]
-        self.computed: dict[int, dict[tuple[str, int], Span]] = {}
-        self.synced: dict[int, list[Span]] = {}
-        self.checked: set[int] = set()
+        # The runs of each step, by batch.
+        self._runs: dict[int, list[_Run]] = {}
         # Batches after whose step layers ran outside of any step.
         self._evaluated: set[int] = set()
         self.sent: dict[tuple[str, int], list[Span]] = {}
         self.received: dict[tuple[str, int], list[Span]] = {}
         for span in sorted(spans, key=lambda s: s.start_ns):
             self._add(span)
+        counted = {batch: _counted(runs) for batch, runs in self._runs.items()}
+        self.computed = {batch: run.computed for batch, run in counted.items()}
+        self.synced = {batch: run.synced for batch, run in counted.items()}
+        self.checked = {batch for batch, runs in self._runs.items() if len(runs) > 1}
 
     def evaluates_after(self, batch: int) -> bool:
         """Return True if layers ran between this batch's step and the next, for an evaluation."""
@@ -232,7 +236,7 @@ class _Rank:
         elif span.category == "sync":
             batch = self.step_at(span.start_ns)
             if batch is not None:
-                self.synced.setdefault(batch, []).append(span)
+                self._runs_of(batch)[-1].synced.append(span)
         elif span.category == "transfer":
             verb, _, kind = span.name.partition(" ")
             if kind in TRANSFERS and "peer" in span.args:
@@ -246,11 +250,36 @@ class _Rank:
             if before is not None:
                 self._evaluated.add(before)
             return
-        computed = self.computed.setdefault(batch, {})
+        runs = self._runs_of(batch)
         key = span.name, int(str(span.args.get("microbatch", ALL_MICROBATCHES)))
-        if key in computed:
-            self.checked.add(batch)
-        computed[key] = span
+        if key in runs[-1].computed:
+            runs.append(_Run())
+        runs[-1].computed[key] = span
+
+    def _runs_of(self, batch: int) -> list[_Run]:
+        return self._runs.setdefault(batch, [_Run()])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of a step on a rank. A computation that runs again begins a new run.
+
+    Attributes:
+        computed: Span of each computation, by (name, micro-batch).
+        synced: The all-reduces that began in the run.
+    """
+
+    computed: dict[tuple[str, int], Span] = field(default_factory=dict)
+    synced: list[Span] = field(default_factory=list)
+
+
+def _counted(runs: Sequence[_Run]) -> _Run:
+    """Return the last run that trained; the last one if none did.
+
+    A check of the loss runs the layers forward only, before the step or after it.
+    """
+    trained = [run for run in runs if any(name == "backward" for name, _ in run.computed)]
+    return (trained or runs)[-1]
 
 
 @dataclass(frozen=True)
@@ -301,16 +330,29 @@ def _passes(ranks: Mapping[int, _Rank]) -> dict[int, int]:
     """Return the batch of every pass through the pipeline, by number of the pass.
 
     A stage starts to send activations while it is in the step. So the start determines the batch.
-    If the loss was checked, a step has two passes, and the last one counts.
+    If the loss was checked or the step was repeated, a step has several passes. The last one that
+    sent gradients counts, or the last one if none did.
     """
-    last_pass: dict[int, int] = {}
-    for rank in ranks.values():
-        for (kind, _), sends in rank.sent.items():
-            for send in sends if kind == "activation" else []:
-                batch, key = rank.step_at(send.start_ns), _KEY.fullmatch(str(send.args.get("key")))
-                if batch is not None and key is not None:
-                    last_pass[batch] = max(last_pass.get(batch, 0), int(key[2]))
-    return {number: batch for batch, number in last_pass.items()}
+    sends = [
+        (rank, kind, send)
+        for rank in ranks.values()
+        for (kind, _), spans in rank.sent.items()
+        for send in spans
+    ]
+    trained = {_pass_of(send) for _, kind, send in sends if kind == "gradient"}
+    last_pass: dict[int, tuple[bool, int]] = {}
+    for rank, kind, send in sends:
+        batch, number = rank.step_at(send.start_ns), _pass_of(send)
+        if kind == "activation" and batch is not None and number is not None:
+            candidate = number in trained, number
+            last_pass[batch] = max(last_pass.get(batch, candidate), candidate)
+    return {number: batch for batch, (_, number) in last_pass.items()}
+
+
+def _pass_of(send: Span) -> int | None:
+    """Return the number of the pass in a message's key, or None."""
+    key = _KEY.fullmatch(str(send.args.get("key")))
+    return int(key[2]) if key is not None else None
 
 
 def _step(

@@ -157,6 +157,53 @@ def test_the_second_pass_of_a_checked_step_counts() -> None:
     assert rounded(replace(step.timeline, activities=tuple(shifted))) == rounded(one_f_one_b())
 
 
+def training_pass(loss: list[int], start: float = 0.0) -> Timeline:
+    """Return a run of two stages and one micro-batch, with losses of the given micro-batches."""
+    activities = [
+        Activity("forward", 0, 0, 0, start, start + 0.1),
+        Activity("activation", 0, 0, 0, start + 0.1, start + 0.2),
+        Activity("forward", 0, 1, 0, start + 0.2, start + 0.3),
+        *(Activity("loss", 0, 1, m, start + 0.3, start + 0.4) for m in loss),
+        Activity("backward", 0, 1, 0, start + 0.4, start + 0.5),
+        Activity("sync", 0, 1, -1, start + 0.5, start + 0.6),
+        Activity("gradient", 0, 1, 0, start + 0.5, start + 0.6),
+        Activity("backward", 0, 0, 0, start + 0.6, start + 0.7),
+    ]
+    return Timeline(tuple(activities), 1.0, ((0.2, 0.3),), ())
+
+
+def forward_pass(start: float) -> Timeline:
+    """Return the pass of a check of the loss."""
+    activities = [
+        Activity("forward", 0, 0, 0, start, start + 0.1),
+        Activity("activation", 0, 0, 0, start + 0.1, start + 0.2),
+        Activity("forward", 0, 1, 0, start + 0.2, start + 0.3),
+    ]
+    return Timeline(tuple(activities), 1.0, ((0.1, 0.1),), ())
+
+
+def test_a_repeated_step_keeps_nothing_of_its_first_run() -> None:
+    """After a fallback to GPipe the loss is computed over the whole batch."""
+    spans, repeated = no_spans(TWO), training_pass([-1], 4.0)
+    add_step(spans, TWO, training_pass([0]), 1, 0, 0.0, 9.0)
+    add_pass(spans, TWO, forward_pass(2.0), 1, 2, 0.0)
+    add_pass(spans, TWO, repeated, 1, 3, 0.0)
+    (step,) = measured_steps(TWO, spans)
+    assert step.checked
+    assert step.whole_loss
+    assert rounded(step.timeline) == rounded(repeated)
+    assert step.timeline.busy_seconds == ((pytest.approx(0.2), pytest.approx(0.3)),)
+
+
+def test_a_check_after_the_step_leaves_its_timeline() -> None:
+    spans, step_run = no_spans(TWO), training_pass([0])
+    add_step(spans, TWO, step_run, 1, 0, 0.0, 9.0)
+    add_pass(spans, TWO, forward_pass(2.0), 1, 2, 0.0)
+    (step,) = measured_steps(TWO, spans)
+    assert step.checked
+    assert rounded(step.timeline) == rounded(step_run)
+
+
 def test_an_interval_with_an_evaluation_does_not_count() -> None:
     spans = steps_of([one_f_one_b()] * 4)
     spans[1].append(span("forward", "compute", 123.2, 123.4, stage=1, microbatch=0))
