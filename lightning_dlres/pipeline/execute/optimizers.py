@@ -3,21 +3,25 @@
 Each stage steps its own parameters. This is right only if the optimizer updates each parameter
 independently. One that computes a number over all parameters (LBFGS, D-Adaptation, Prodigy) would
 compute a different one on every stage. A small trial decides, for optimizers of any origin: two
-parameters stepped together must move as each of them does alone.
+parameters stepped together must move as each of them does alone. If the optimizer draws random
+numbers, each must move in the same way whatever gradients the other has.
 """
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Container
+from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.rng import forked
+from lightning_dlres.core.rng import rewinder
 from lightning_dlres.pipeline.profile.optimizer_trials import NeedsClosure, run_trial, trial_options
 
 
@@ -31,12 +35,12 @@ def require_separable(optimizer: Optimizer) -> None:
             closure in every step.
     """
     optimizer_class: Any = type(optimizer)
-    name = optimizer_class.__name__
+    name, rewind = optimizer_class.__name__, rewinder()
     try:
-        with forked(torch.device("cpu")):
-            separable = all(
-                _is_separable(optimizer_class, options) for options in trial_options(optimizer)
-            )
+        separable = all(
+            _is_separable(partial(_updated, optimizer_class, options), rewind)
+            for options in trial_options(optimizer)
+        )
     except NeedsClosure:
         raise ConfigError(
             f"{name} needs a closure in every step, because it evaluates the loss over "
@@ -51,6 +55,8 @@ def require_separable(optimizer: Optimizer) -> None:
             stacklevel=2,
         )
         return
+    finally:
+        rewind()
     if not separable:
         raise ConfigError(
             f"{name} computes something over all parameters at once. A stage has only its "
@@ -103,19 +109,52 @@ def require_dense(optimizer: Optimizer, summed: Container[nn.Parameter]) -> None
         )
 
 
-def _is_separable(optimizer_class: Any, options: dict[str, Any]) -> bool:
-    together = _updated(optimizer_class, options, [0, 1])
-    alone = [
-        _updated(optimizer_class, options, [0])[0],
-        _updated(optimizer_class, options, [1])[0],
-    ]
-    return all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+def _is_separable(updated: Callable[..., list[bytes]], rewind: Callable[[], None]) -> bool:
+    """Return whether a trial updates each parameter independently.
+
+    Args:
+        updated: Function that runs a trial; see `_updated`.
+        rewind: Function that restores the random state before the trials.
+    """
+
+    def rewound(*args: Any) -> list[bytes]:
+        rewind()
+        return updated(*args)
+
+    together, first, second = rewound([0, 1]), rewound([0]), rewound([1])
+    if together == first + second:
+        return True
+    rewind()
+    _advance_generators()
+    is_random = updated([0]) != first
+    # The random numbers of a parameter depend on the number of parameters before it. So keep the
+    # number, and change the gradients of the other parameter.
+    return (
+        is_random
+        and rewound([0, 1], (1.0, -3.0))[0] == together[0]
+        and rewound([0, 1], (-3.0, 1.0))[1] == together[1]
+    )
 
 
-def _updated(optimizer_class: Any, options: dict[str, Any], indices: list[int]) -> list[Tensor]:
-    """Return the trial parameters with these indices after a few steps; see `run_trial`."""
-    parameters, _ = run_trial(optimizer_class, options, indices)
-    return [parameter.detach() for parameter in parameters]
+def _updated(
+    optimizer_class: Any,
+    options: dict[str, Any],
+    indices: list[int],
+    gradient_factors: tuple[float, float] = (1.0, 1.0),
+) -> list[bytes]:
+    """Return the bytes of the trial parameters after a few steps; see `run_trial`.
+
+    Bytes compare as equal also if they are those of NaN.
+    """
+    parameters, _ = run_trial(optimizer_class, options, indices, gradient_factors)
+    return [parameter.detach().numpy().tobytes() for parameter in parameters]
+
+
+def _advance_generators() -> None:
+    """Change the state of the global Python, NumPy (legacy) and torch generators."""
+    random.random()
+    np.random.random()
+    torch.rand(1)
 
 
 def set_state_device(optimizer: Optimizer, device: torch.device) -> None:

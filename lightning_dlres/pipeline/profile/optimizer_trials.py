@@ -34,7 +34,10 @@ def trial_options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def run_trial(
-    optimizer_class: Any, options: dict[str, Any], indices: list[int]
+    optimizer_class: Any,
+    options: dict[str, Any],
+    indices: list[int],
+    gradient_factors: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[list[nn.Parameter], Optimizer]:
     """Run a few steps on small parameters; return the updated parameters and the optimizer.
 
@@ -42,6 +45,7 @@ def run_trial(
         optimizer_class: Class of the optimizer.
         options: Options of its parameter group.
         indices: Trial parameters to train, out of two: [0], [1] or [0, 1].
+        gradient_factors: Factors of the gradients of the two trial parameters.
 
     Raises:
         NeedsClosure: If the optimizer needs a closure in every step.
@@ -57,7 +61,7 @@ def run_trial(
     with torch.enable_grad():
         for step in range(_STEPS):
             for i, parameter in zip(indices, parameters, strict=True):
-                gradient = values[i] * (1.0 + i) * (0.5 + step)
+                gradient = values[i] * (1.0 + i) * (0.5 + step) * gradient_factors[i]
                 takes_sparse = issubclass(optimizer_class, SparseAdam)
                 parameter.grad = gradient.to_sparse(1) if takes_sparse else gradient
             try:

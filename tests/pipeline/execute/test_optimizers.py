@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import random
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dlres.core import rng
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.execute.optimizers import require_separable, set_state_device
 
@@ -225,13 +228,57 @@ class Noisy(NormalizedSGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        super().step()
         for group in self.param_groups:
-            for p in group["params"]:
-                p -= group["lr"] * (p.grad + torch.randn_like(p))
+            # Numbers for all parameters, then for all again.
+            for p in group["params"] * 2:
+                p += self.noise(p)
+
+    def noise(self, p: Tensor) -> Tensor:
+        return torch.randn_like(p)
 
 
-def test_the_trial_does_not_change_the_global_random_state() -> None:
-    optimizer, before = Noisy(parameters()), torch.get_rng_state()
+class NoisyFromNumPy(Noisy):
+    def noise(self, p: Tensor) -> Tensor:
+        return torch.from_numpy(np.random.standard_normal(p.shape)).float()
+
+
+class NoisyFromPython(Noisy):
+    def noise(self, p: Tensor) -> Tensor:
+        return torch.full_like(p, random.random())
+
+
+NOISY = [Noisy, NoisyFromNumPy, NoisyFromPython]
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_an_optimizer_may_draw_random_numbers(kind: type[Noisy]) -> None:
+    assert_accepted(kind(parameters(), enabled=False))
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_random_numbers_do_not_hide_the_fault(kind: type[Noisy]) -> None:
+    with pytest.raises(ConfigError, match="computes something over all parameters"):
+        require_separable(kind(parameters()))
+
+
+@pytest.mark.parametrize(
+    "options", [{"weight_decay": 1e20}, {"weight_decay": 1e20, "foreach": True}]
+)
+def test_updates_to_nan_are_independent(options: dict[str, Any]) -> None:
+    assert_accepted(torch.optim.SGD(parameters(), **options))
+
+
+@pytest.mark.parametrize("kind", NOISY)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_trial_does_not_change_the_global_random_state(
+    kind: type[Noisy], enabled: bool
+) -> None:
+    optimizer, before = kind(parameters(), enabled=enabled), rng.snapshot()
     with contextlib.suppress(ConfigError):
         require_separable(optimizer)
-    assert torch.equal(torch.get_rng_state(), before)
+    after = rng.snapshot()
+    assert torch.equal(after["torch"], before["torch"])
+    assert torch.equal(after["python"][1], before["python"][1])
+    assert torch.equal(after["numpy"][0], before["numpy"][0])
+    assert after["numpy"][1:] == before["numpy"][1:]
