@@ -34,8 +34,7 @@ class PeerLostError(PeerError):
 class ProtocolError(PeerError):
     """Bytes do not have the form that the protocol or a codec prescribes.
 
-    A peer sent them, or they were read or compressed on this rank. The error is also raised for a
-    tensor that cannot be sent, because it has no plain bytes.
+    A peer sent them, or they were read or compressed on this rank.
     """
 
 

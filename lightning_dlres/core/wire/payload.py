@@ -73,8 +73,7 @@ def encode(tree: Tree, key: tuple[str | int, ...]) -> tuple[bytes, list[Tensor]]
     """Return the encoded header, and the large tensors as uint8[n] on their devices.
 
     Raises:
-        ConfigError: If the tree holds an object that cannot be sent; see `tree`.
-        ProtocolError: If a tensor in it is sparse, nested or quantized, or on the meta device.
+        ConfigError: If the tree holds an object that cannot be sent; see `tree` and `as_bytes`.
     """
     structure, tensors = flatten(tree)
     _refuse_attributes(tensors)
@@ -172,7 +171,10 @@ def _refuse_attributes(tensors: list[Tensor]) -> None:
     """
     for tensor in tensors:
         kind = type(tensor)
-        if kind not in (Tensor, Parameter) and getattr(tensor, "__dict__", None):
+        if kind in (Tensor, Parameter) or tensor.is_nested:
+            # `as_bytes` refuses nested tensors of every class, and names a fix.
+            continue
+        if getattr(tensor, "__dict__", None):
             raise ConfigError(
                 f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: its "
                 f"attributes {sorted(vars(tensor))} would be lost. Send a dict with them and with "
@@ -196,15 +198,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """Return the contents of a tensor as uint8[n], a view if the tensor is contiguous.
 
     Raises:
-        ProtocolError: If the tensor is sparse, nested or quantized, or on the meta device.
+        ConfigError: If the tensor is sparse, nested or quantized, or on the meta device.
     """
     if tensor.is_quantized:
-        raise ProtocolError("A quantized tensor cannot be sent; dequantize it.")
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
-        raise ProtocolError(f"A {kind} cannot be sent; send it dense.")
+        raise _without_bytes("A quantized tensor", "Call .dequantize() on it")
+    if tensor.is_nested:
+        raise _without_bytes("A nested tensor", "Pad it with torch.nested.to_padded_tensor")
+    if tensor.layout is not torch.strided:
+        raise _without_bytes(f"A tensor of layout {tensor.layout}", "Call .to_dense() on it")
     if tensor.device.type == "meta":
-        raise ProtocolError("A tensor on the meta device cannot be sent: it has no contents.")
+        raise _without_bytes("A tensor on the meta device", "Make it on a device with memory")
     if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
         # Every torch operation releases the interpreter's lock, and then waits for other threads.
         return tensor
@@ -213,6 +216,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     # A tensor of one element is contiguous with any stride, but a view as bytes needs stride 1.
     return data.as_strided((data.numel(),), (1,)).view(torch.uint8)
+
+
+def _without_bytes(kind: str, fix: str) -> ConfigError:
+    """Return the error for a tensor that has no plain bytes."""
+    return ConfigError(
+        f"{kind} cannot be sent to another rank: it has no plain bytes. {fix} in the dataset or "
+        "its collate function if a batch holds it, else in the layer that returns it."
+    )
 
 
 def pack(

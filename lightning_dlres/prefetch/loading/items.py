@@ -29,7 +29,7 @@ def encode_item(item: Any) -> bytes:
     try:
         header, large = payload.encode(item, ())
         contents = [tensor.cpu().numpy().tobytes() for tensor in large]
-    except (ConfigError, ProtocolError) as error:
+    except ConfigError as error:
         # `payload` encodes messages between ranks. Its own error speaks of ranks and batches.
         raise ConfigError(
             "An item of a map-style data set must be made of dense tensors, numeric arrays, "

@@ -221,14 +221,18 @@ def test_a_malformed_structure_is_a_protocol_error(structure: tuple[Any, ...]) -
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation.*")
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*")
-def test_layouts_without_plain_memory_are_refused() -> None:
+@pytest.mark.filterwarnings("ignore:.*Sparse CSR tensor support.*")
+def test_tensors_without_plain_bytes_are_the_users_error() -> None:
+    rows = [torch.ones(2), torch.ones(3)]
     for tensor, words in (
-        (torch.eye(2).to_sparse(), "send it dense"),
-        (torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "dequantize it"),
-        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "send it dense"),
-        (torch.ones(2, device="meta"), "has no contents"),
+        (torch.eye(2).to_sparse(), r"layout torch.sparse_coo .* Call .to_dense\(\) on it"),
+        (torch.eye(2).to_sparse_csr(), r"layout torch.sparse_csr .* Call .to_dense\(\) on it"),
+        (torch.quantize_per_tensor(rows[0], 1.0, 0, torch.qint8), r"Call .dequantize\(\) on it"),
+        (torch.nested.nested_tensor(rows), "A nested tensor .* Pad it with"),
+        (torch.nested.nested_tensor(rows, layout=torch.jagged), "A nested tensor .* Pad it with"),
+        (torch.ones(2, device="meta"), "meta device .* Make it on a device"),
     ):
-        with pytest.raises(ProtocolError, match=words):
+        with pytest.raises(ConfigError, match=words):
             encode([tensor], KEY)
 
 

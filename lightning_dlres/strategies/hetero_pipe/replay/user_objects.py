@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dlres import _compat
-from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.wire.payload import as_bytes
 from lightning_dlres.pipeline.execute.digest import digest
 
@@ -289,7 +289,7 @@ def same_tensors(a: Tensor, b: Tensor) -> bool:
         return False
     try:
         return torch.equal(as_bytes(a), as_bytes(b))
-    except ProtocolError:
+    except ConfigError:
         # Sparse and quantized tensors cannot be read as bytes.
         return torch.equal(a, b)
 
