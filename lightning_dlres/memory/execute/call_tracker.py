@@ -2,7 +2,8 @@
 
 `copy.copy` of a patched module shares the patched forward, which holds the original module. The
 tracker lets the forward find the copy, so that the copy computes with its own weights: when a
-forward begins, the module called last is its own. A direct call of `forward` is not tracked.
+forward begins, the module called last is its own. A direct call of `forward` is not tracked, and
+computes with the weights of the original. So a forward uses up the call that it belongs to.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ class CallTracker:
     def copy_of(self, module: nn.Module, forward: Any) -> nn.Module | None:
         """Return the module that this thread called last, if it is a copy of `module`; else None.
 
+        Called once when a forward begins. Until the next call of a module, it then returns None.
+
         Args:
             module: Original module.
             forward: Patched forward of the original, which its copies share.
         """
-        called: nn.Module | None = getattr(self._local, "last_module", None)
+        called: nn.Module | None = vars(self._local).pop("last_module", None)
         if called is None or called is module or vars(called).get("forward") is not forward:
             return None
         return called

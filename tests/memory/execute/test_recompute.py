@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from lightning_dlres.memory.execute.bitwise_check import BitwiseCheck
+from lightning_dlres.memory.execute.call_tracker import CallTracker
 from lightning_dlres.memory.execute.recompute import patch_recompute
 
 
@@ -177,3 +179,15 @@ def test_a_check_leaves_no_references() -> None:
     gc.collect()
     assert not bitwise_check.differing({"1"}) | bitwise_check.unchecked({"1"})
     assert freed == ["output"] * 2
+
+
+def test_a_direct_forward_after_a_call_of_a_copy_uses_the_modules_own_weights() -> None:
+    net, tracker = nn.Linear(6, 4), CallTracker()
+    root, x = nn.Sequential(net), torch.randn(5, 6)
+    with tracker.tracking(), patch_recompute(root, ["0"], tracker):
+        other = copy.copy(net)
+        other._parameters = {"weight": nn.Parameter(torch.zeros(4, 6)), "bias": None}
+        for _ in range(2):
+            assert torch.equal(net(x), type(net).forward(net, x))
+            assert torch.equal(other(x), torch.zeros(5, 4))
+            assert torch.equal(net.forward(x), type(net).forward(net, x))

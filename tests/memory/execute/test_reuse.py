@@ -434,6 +434,8 @@ def test_a_shallow_copy_computes_with_its_own_weights() -> None:
         other._parameters = {"weight": nn.Parameter(torch.zeros(4, 6)), "bias": None}
         assert torch.equal(other(x * 1.0), torch.zeros(5, 4))
         assert torch.equal(net(x * 1.0), type(net).forward(net, x))
+        other(x * 1.0)
+        assert torch.equal(net.forward(x * 1.0), type(net).forward(net, x))
 
 
 def test_memory_of_an_array_is_not_written_to() -> None:
