@@ -37,6 +37,8 @@ def send_as_stranger(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.destroy, linger=0)
     client = context.socket(zmq.DEALER)
+    # The stack holds the socket: the garbage collector would close it before it has sent.
+    stack.callback(client.close)
     # Rank 0 may refuse the connection before or after the send. Without these options, the send or
     # the end of the context would then wait for ever.
     client.setsockopt(zmq.LINGER, 0)

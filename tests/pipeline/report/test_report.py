@@ -138,7 +138,7 @@ def test_notes_explain_the_figures() -> None:
     two_hosts = run_report(
         plan(), "1f1b", even_seconds=0.5, measured=steps(plan()), clock_error=2e-3
     )
-    assert "up to 2 ms against each other" in " ".join(two_hosts.notes())
+    assert "up to 2 ms against those of rank 0" in " ".join(two_hosts.notes())
     assert "spends on messages" in " ".join(report(plan(message=1e-3)).notes())
 
 
