@@ -24,6 +24,10 @@ WIDTH, LAYERS = 512, 24
 # Larger than the model, so that all gradients are in one bucket. With several buckets, PowerSGD's
 # hook deadlocks gloo.
 ONE_BUCKET_MB = 1000.0
+# Buckets of `CompressedDDPStrategy` for all algorithms but "none".
+_OWN_BUCKETS_MB = 8.0
+# Other buckets, by algorithm; None: those of DistributedDataParallel.
+_BUCKETS_MB = {"ddp": None, "fp16 hook": None, "none": None, "powersgd": ONE_BUCKET_MB}
 # Rank of PowerSGD's matrices, in the middle of those that its authors use (Vogels et al., 2019).
 _POWERSGD_RANK = 2
 
@@ -76,7 +80,8 @@ class Contender:
         algorithm: "alone" (no synchronisation), "ddp", "fp16 hook", "powersgd", "blocking" followed
             by a gradient codec (see `BlockingCodec`), or an algorithm of `GradientSyncState`.
         options: Further arguments of `GradientSyncState`. Two are none of its arguments:
-            `bucket_cap_mb` is for DistributedDataParallel, and `batches` set to False sends the
+            `bucket_cap_mb` is for DistributedDataParallel (None: as `CompressedDDPStrategy` does
+            for our algorithms, and the default for others), and `batches` set to False sends the
             payload of each unit in a message of its own.
 
     Attributes:
@@ -94,7 +99,7 @@ class Contender:
         self.state: GradientSyncState | None = None
         self._batches = options.pop("batches", True)
         if algorithm != "alone":
-            cap = ONE_BUCKET_MB if algorithm == "powersgd" else options.pop("bucket_cap_mb", None)
+            cap = options.pop("bucket_cap_mb", _BUCKETS_MB.get(algorithm, _OWN_BUCKETS_MB))
             wrapped = DistributedDataParallel(
                 self.model, gradient_as_bucket_view=True, bucket_cap_mb=cap
             )
