@@ -233,7 +233,9 @@ class UnitRun:
             # encoded its own: add the replacement, not the gradient.
             self.codec.expand(self.outgoing[Part.GRADIENT], self._total, accumulate=not is_first)
         elif is_first:
-            torch.mul(self._gradient, 1 / self.options.loss_scale, out=self._total)
+            # `mul` rounds the products of a float16 gradient to float16, where small ones vanish.
+            gradient = self._gradient.to(torch.float32)
+            torch.mul(gradient, 1 / self.options.loss_scale, out=self._total)
         else:
             self._total.add_(self._gradient, alpha=1 / self.options.loss_scale)
 

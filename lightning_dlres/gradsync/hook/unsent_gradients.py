@@ -49,7 +49,8 @@ class UnsentGradients:
         ]
         for name in names:
             value = self._added[name] = self._values.pop(name)
-            gradients[name].add_(value.to(gradients[name]), alpha=loss_scale)
+            # Scaled in float32: without the loss scale, small residuals vanish in float16.
+            gradients[name].add_((value * loss_scale).to(gradients[name]))
         return bool(names)
 
     def undo(self) -> None:
