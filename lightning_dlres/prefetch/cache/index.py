@@ -89,7 +89,8 @@ class CacheIndex:
         """
         node = int(self.sample_ids[epoch_slot]) % self.nodes
         node_list = self.lists[self.starts[node] : self.starts[node + 1]]
-        at = int(np.searchsorted(node_list, epoch_slot))
+        # With a Python int, `searchsorted` would first copy the whole list to int64.
+        at = int(np.searchsorted(node_list, node_list.dtype.type(epoch_slot)))
         run = np.empty(max_slots, dtype=np.uint32)
         unlimited = np.iinfo(np.int64).max
         count, _ = _collect_unfetched(node_list, at, len(node_list), states, unlimited, run)
