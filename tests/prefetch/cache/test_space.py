@@ -16,6 +16,7 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.prefetch.cache.space.cache_space import (
     CacheSpace,
     Move,
+    PendingWrites,
     UsedEntries,
     check_fits,
 )
@@ -248,3 +249,26 @@ def test_the_metadata_list_grows_with_the_samples(lengths: list[int], data: st.D
     space = filled_space(2000, lengths)
     assert space.num_entries == len(lengths)
     assert space.live_bytes == sum(lengths)
+
+
+def test_samples_behind_a_removed_one_without_room_are_stored() -> None:
+    space = CacheSpace(np.zeros(100, np.uint8), SLOTS)
+    pending = PendingWrites(space)
+
+    def add(slot: int, length: int) -> None:
+        slots, lengths = np.array([slot], np.uint32), np.array([length], np.int64)
+        pending.add(0, slots, lengths, content(slot, length))
+        pending.write()
+
+    add(0, 40)
+    add(1, 80)
+    add(2, 10)
+    pending.remove(0, np.array([2], np.uint32))
+    add(3, 10)
+    # The sample at the head of the queue has no room, and the others wait behind it.
+    assert pending.nbytes == 90
+    assert [slot for slot, _ in pending.remove(0, np.array([1], np.uint32))] == [1]
+    pending.write()
+    assert pending.nbytes == 0
+    _, offset, length = space.use(0, np.array([3], np.uint32))[0]
+    assert np.array_equal(space.view(offset, length), content(3, 10))

@@ -318,6 +318,7 @@ class PendingWrites:
             Epoch slot and bytes of each removed sample.
         """
         removed: list[tuple[int, Bytes]] = []
+        head = self._head()
         for write in self._queue:
             matches = np.isin(write.epoch_slots, epoch_slots)
             if write.row != row or not matches.any():
@@ -329,7 +330,14 @@ class PendingWrites:
             write.epoch_slots, write.lengths = write.epoch_slots[~matches], write.lengths[~matches]
             write.data = np.concatenate(rest) if rest else np.empty(0, dtype=np.uint8)
         self._queue = deque(write for write in self._queue if len(write.epoch_slots))
+        if self._head() != head:
+            # The sample for which there was no room is gone; a smaller one may follow.
+            self._is_full = False
         return removed
+
+    def _head(self) -> tuple[int, int] | None:
+        """Return the row and epoch slot of the next sample to be stored; None without one."""
+        return (self._queue[0].row, int(self._queue[0].epoch_slots[0])) if self._queue else None
 
     def drop(self, row: int) -> None:
         """Drop the samples of an aborted epoch, which used this row."""
