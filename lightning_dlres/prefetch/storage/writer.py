@@ -38,7 +38,7 @@ def put(
 
     Args:
         source: A folder, store, listing or URL (see `open_reader`), or a map-style data set.
-        directory: Directory of the store; made if it is missing.
+        directory: Directory of the store; made if it is missing. It must lie outside of the source.
         packs: Number of pack files; sample i goes into pack i mod `packs`.
         overwrite: True to replace an existing store.
         encode: Function that turns an item of a data set into bytes; None if items are bytes.
@@ -50,17 +50,14 @@ def put(
 
     Raises:
         ConfigError: If the source cannot be read or an item is not bytes, if `packs` is out of
-            range, if the directory has a store and `overwrite` is False, or if it cannot be written
-            to. An existing store is left as it was.
+            range, if the directory is the source or inside it, if it has a store and `overwrite` is
+            False, or if it cannot be written to. An existing store is left as it was.
         StorageError: If a sample cannot be read.
     """
     target = Path(directory).expanduser()
     writer = StoreWriter(target, packs, overwrite)
-    if isinstance(source, (str, Path)) and target.exists() and _is_same_path(source, target):
-        raise ConfigError(
-            f"directory must be another folder than the source, got {target} for both. Pass "
-            "another directory."
-        )
+    if isinstance(source, (str, Path)):
+        _require_outside(target, source)
     total, items, encoding = _items(source, encode, encoding, on_note, source_arguments)
     with writer:
         for written, (key, data) in enumerate(items, 1):
@@ -90,9 +87,19 @@ def find_damage(
             progress(int(sample_ids[-1]) + 1, total)
 
 
-def _is_same_path(source: str | Path, target: Path) -> bool:
-    path = Path(source).expanduser()
-    return path.exists() and path.samefile(target)
+def _require_outside(target: Path, source: str | Path) -> None:
+    """Raise an error if the store would be the source itself, or lie inside it.
+
+    The packs would be samples of the source when the store is written again.
+    """
+    # URLs of other schemes name no folder of this host.
+    path = str(source).removeprefix("file://").removeprefix("local://")
+    folder = Path(path).expanduser().resolve()
+    if folder.is_dir() and target.resolve().is_relative_to(folder):
+        raise ConfigError(
+            f"directory must be outside of the source {folder}, got {target}. Pass another "
+            "directory."
+        )
 
 
 def _read_error(reader: Reader, sample_ids: SampleIds) -> str | None:

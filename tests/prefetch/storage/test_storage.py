@@ -272,7 +272,7 @@ def test_a_store_stays_until_the_next_one_is_whole(tmp_path: Path) -> None:
     reader = open_reader(tmp_path)
     assert reader.read(np.arange(3, dtype=np.uint32)) == [b"one", b"two", b"three"]
     assert len(list(tmp_path.iterdir())) == 4
-    with pytest.raises(ConfigError, match="for both"):
+    with pytest.raises(ConfigError, match="outside of the source"):
         put(tmp_path, tmp_path, overwrite=True)
     put([b"x"], tmp_path, overwrite=True)
     assert len(list(tmp_path.iterdir())) == 2

@@ -184,6 +184,20 @@ def test_bad_packs_and_directories_are_refused(
         put(OLD, tmp_path / target, packs=packs)
 
 
+@pytest.mark.parametrize("target", ["source", "source/store", "link/below/store"])
+@pytest.mark.parametrize("scheme", ["", "file://", "local://"])
+def test_a_directory_inside_the_source_is_refused(scheme: str, target: str, tmp_path: Path) -> None:
+    """Its packs would be samples when the store is written again."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "sample").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(ConfigError, match="directory must be outside of the source"):
+        put(f"{scheme}{source}", tmp_path / target)
+    assert names(source) == {"sample"}
+    assert len(put(source, tmp_path / "source store")) == 1
+
+
 def test_put_with_more_packs_than_files_may_be_open_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
