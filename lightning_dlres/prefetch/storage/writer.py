@@ -46,13 +46,15 @@ def put(
             copied as they are: `encode` and `encoding` have no effect.
         progress: Called with the number of samples written so far, and of all samples.
         on_note: Called with the reader's line for users, if there is one; see `Reader`.
-        source_arguments: Further arguments of `open_reader`. They have no effect for a data set.
+        source_arguments: Further arguments of `open_reader`; none for a data set.
 
     Raises:
         ConfigError: If the source cannot be read or an item is not bytes, if `packs` is out of
-            range, if the directory is the source or inside it, if it has a store and `overwrite` is
-            False, or if it cannot be written to. An existing store is left as it was.
+            range, if an argument of `open_reader` is given with a data set, if the directory is the
+            source or inside it, if it has a store and `overwrite` is False, or if it cannot be
+            written to. An existing store is left as it was.
         StorageError: If a sample cannot be read.
+        TypeError: If `open_reader` has no such argument.
     """
     target = Path(directory).expanduser()
     writer = StoreWriter(target, packs, overwrite)
@@ -126,6 +128,12 @@ def _items(
             got_expected(
                 "source", type(source).__name__, "a path, a URL or a map-style data set", "a folder"
             )
+        )
+    if source_arguments:
+        names = sorted(source_arguments)
+        raise ConfigError(
+            f"Further arguments must be given only with a path or URL, got {names} with a data "
+            "set. Leave them out."
         )
     return len(source), _encode_all(source, encode), encoding
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +197,15 @@ def test_a_directory_inside_the_source_is_refused(scheme: str, target: str, tmp_
         put(f"{scheme}{source}", tmp_path / target)
     assert names(source) == {"sample"}
     assert len(put(source, tmp_path / "source store")) == 1
+
+
+@pytest.mark.parametrize("argument", [{"overwite": True}, {"extensions": (".png",)}])
+def test_put_of_a_data_set_takes_no_argument_of_a_reader(
+    argument: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{[*argument]} with a data set")):
+        put(OLD, tmp_path, **argument)
+    assert not names(tmp_path)
 
 
 def test_put_with_more_packs_than_files_may_be_open_is_refused(
