@@ -2,13 +2,18 @@
 
 The hook approximates each gradient, taken as a matrix, by a product P Q^T of two narrow matrices.
 The error is this rank's gradient minus the ranks' common product. The hook adds it to the rank's
-next gradient. Torch keeps the errors and
-the matrices Q of a bucket in the order of its parameters. A resumed run begins with other buckets,
-so checkpoints have the errors and matrices by the names of the parameters.
+next gradient. Torch also keeps such an error, the rank's gradient minus the mean, for gradients
+that it does not compress. These errors have the mean zero and would only grow, so they are dropped
+after each step.
+
+Torch keeps the errors and the matrices Q of a bucket in the order of its parameters. A resumed run
+begins with other buckets, so checkpoints have the errors and matrices by the names of the
+parameters.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
@@ -135,14 +140,17 @@ class PowerSGD:
             self._state.process_group = dist.new_group()
         if self._state.iter >= self._state.start_powerSGD_iter:
             shapes = [parameter.shape for parameter in bucket.parameters()]
-            self._arrange(bucket, dict(zip(names, shapes, strict=True)))
+            # Loaded errors are in float32. Scale them before `_arrange` gives them the gradients'
+            # dtype, in which small ones would vanish.
             self._rescale(loss_scale)
-        return powerSGD_hook(self._state, bucket)
+            self._arrange(bucket, dict(zip(names, shapes, strict=True)))
+        drop_errors = functools.partial(self._drop_exact_errors, bucket.index())
+        return powerSGD_hook(self._state, bucket).then(drop_errors)  # type: ignore[no-any-return]
 
     def state_dict(self, rank: int) -> dict[str, Any]:
         """Return the step, the random generator, and the errors and matrices Q by parameter.
 
-        The tensors are flat. Errors are without the loss scale.
+        The tensors are flat. Errors are float32, without the loss scale.
 
         Args:
             rank: This rank. All ranks have the same matrices Q, so only rank 0 saves them.
@@ -156,7 +164,8 @@ class PowerSGD:
         _, keys, position, has_gauss, gauss = self._state.rng.get_state()
         return {
             "iteration": self._state.iter,
-            "errors": {name: error / self._scale for name, error in errors.items()},
+            # In float32: without the loss scale, small errors vanish in float16.
+            "errors": {name: error.float() / self._scale for name, error in errors.items()},
             "qs": {name: q.clone() for name, q in qs.items()},
             "random_keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
             "random_position": [int(position), int(has_gauss), float(gauss)],
@@ -242,6 +251,19 @@ class PowerSGD:
             count = sum(rank * rows for rows, _, rank in order.values())
             # The hook takes Q only if there is memory for P.
             self._state.p_memory_dict[index] = buffer.new_empty(count)
+
+    def _drop_exact_errors(self, bucket: int, done: Future[Tensor]) -> Tensor:
+        """Zero the errors of a bucket's gradients that are not compressed; return its buffer.
+
+        These gradients are the exact means. Torch calls it from another thread, before DDP goes on.
+        """
+        buffer = done.value()
+        if bucket in self._layouts:
+            compressed = self._compressed(self._layouts[bucket])
+            for name, error in self._errors_of(bucket).items():
+                if name not in compressed:
+                    error.zero_()
+        return buffer
 
     def _drop_misfits(self, layout: Mapping[str, torch.Size]) -> None:
         """Drop loaded errors and matrices whose sizes are not those of this run, with a warning."""
