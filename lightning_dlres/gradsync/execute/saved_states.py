@@ -35,6 +35,53 @@ from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit
 # Saved states of one rank: {"world_size": ..., "plan": ..., "units": [{"gradient": ..., "tensors":
 # ...}]}.
 SavedStates = Mapping[str, Any]
+# Key of the states of all ranks of an earlier run, in the state of rank 0.
+LOADED = "loaded"
+# Keys of a state that holds nothing.
+_ALWAYS_SAVED = {"step", "algorithm"}
+
+
+class LoadedStates:
+    """States of all ranks of an earlier run, until the first step uses them.
+
+    A checkpoint that is saved before that passes them on unchanged, to any number of ranks.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[SavedStates] = []
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def load(self, saved: Sequence[SavedStates]) -> Sequence[SavedStates]:
+        """Keep the states of all ranks from a checkpoint, and return them.
+
+        Args:
+            saved: States of all ranks of the run that saved the checkpoint, by rank. If that run
+                passed on the states of an earlier one, these are kept.
+        """
+        states = list(saved[0].get(LOADED, saved))
+        self._states = states if any(one.keys() - _ALWAYS_SAVED for one in states) else []
+        return states
+
+    def to_pass_on(self, rank: int) -> dict[str, Any]:
+        """Return the states as an entry of a rank's own state, empty on all ranks but 0."""
+        return {LOADED: self._states} if self._states and not rank else {}
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the states, see `with_units`, and forget them."""
+        states, self._states = self._states, []
+        return with_units(states)
+
+
+def with_units(saved: Sequence[SavedStates]) -> list[dict[str, Any]]:
+    """Return the states of all ranks, each with the key "units"; an empty list if none has states.
+
+    A rank without states counts: means are over all ranks.
+    """
+    if not any("plan" in one or one.get("units") for one in saved):
+        return []
+    return [{**one, "units": one.get("units", [])} for one in saved]
 
 
 def save_states(states: CodecStates, plan: SyncPlan) -> dict[str, Any]:
@@ -155,9 +202,10 @@ def continue_states(
 
 
 def unsent_mean(saved: Sequence[SavedStates], gradient: GradientSpec) -> Tensor:
-    """Return what an earlier run had not sent of a gradient, to be added on a single rank.
+    """Return what an earlier run had not sent of a mean gradient.
 
-    It is the sum of all residuals, divided by the number of ranks, as means are.
+    It is the sum of all residuals, divided by the number of ranks of that run, as means are. If
+    every rank adds it to its own gradient, the mean grows by it.
 
     Args:
         saved: Saved states of all ranks of the earlier run, by rank.

@@ -35,6 +35,7 @@ from lightning_dlres.core.comm.collectives import no_check
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.planning import AUTO, check_optimizers, is_adam_like
+from lightning_dlres.gradsync.execute.saved_states import LoadedStates, with_units
 from lightning_dlres.gradsync.execute.session import (
     TRANSPORTS,
     all_reduce_mean,
@@ -189,8 +190,7 @@ class GradientSyncState:
         self._is_open = self._has_begun = self._is_closed = self._is_connected = False
         # True if the current backward belongs to the optimizer step of the one before.
         self._continues = False
-        # States of all ranks of an earlier run, until `open` restores them.
-        self._saved: list[Mapping[str, Any]] = []
+        self._loaded = LoadedStates()
 
     def name_parameters(
         self,
@@ -300,6 +300,7 @@ class GradientSyncState:
             watch.ready()
             mean = functools.partial(mean, watch.done)
         if self._power_sgd is not None and dist.get_world_size() > 1:
+            self._loaded.take()
             names = self._names.of(bucket.parameters())
             return self._power_sgd.reduce(bucket, names, self.loss_scale)
         if buffer.is_sparse or bucket.parameters()[0] in self._names.sparse:
@@ -349,13 +350,13 @@ class GradientSyncState:
 
         Every rank has its own. The tensors are not copied: save them before the next step.
         """
+        own = {"step": self._step, "algorithm": self.algorithm}
+        if self._loaded:
+            return {**own, **self._loaded.to_pass_on(dist.get_rank())}
         saved = self._sync.saved_states()
-        if self._saved and len(self._saved) == dist.get_world_size():
-            # Nothing was sent since these states were loaded.
-            saved = dict(self._saved[dist.get_rank()])
         if self._power_sgd is not None:
             saved[POWERSGD] = self._power_sgd.state_dict(dist.get_rank())
-        return {**saved, "step": self._step, "algorithm": self.algorithm}
+        return {**saved, **own}
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue from the states of all ranks of an earlier run, before the first step.
@@ -374,9 +375,8 @@ class GradientSyncState:
             got, rule = "a call after it", "loaded before the first step"
             raise ConfigError(got_expected("states", got, rule, "a new GradientSyncState"))
         self._step = states[0]["step"]
-        self._saved = [one for one in states if "units" in one]
-        if self._saved and self._power_sgd is not None and dist.get_world_size() > 1:
-            self._saved = []
+        states = self._loaded.load(states)
+        if with_units(states) and self._power_sgd is not None and dist.get_world_size() > 1:
             warnings.warn(
                 "The checkpoint's residuals were dropped, because PowerSGD cannot take those of "
                 "another algorithm.",
@@ -418,10 +418,9 @@ class GradientSyncState:
             return
         self._connect()
         self._is_open = True
-        saved, self._saved = self._saved, []
         self._sync.open(
             self._names.specs,
-            saved,
+            self._loaded.take(),
             step=self._step,
             device=device,
             element_bytes=element_bytes,
@@ -432,7 +431,7 @@ class GradientSyncState:
         """Connect the ranks, unless that was done, and compare their options."""
         if not self._is_connected and dist.get_world_size() > 1:
             self._is_connected = True
-            own = as_text(step=self._step, saved_states=len(self._saved), parameters=self._names)
+            own = as_text(step=self._step, saved_states=len(self._loaded), parameters=self._names)
             self._sync.connect({**self._options, **own}, is_used=self._has_plan)
 
     def _finish(self, future: Future[Tensor], buffer: Tensor, error: BaseException | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.gradsync.execute.saved_states import LOADED
 
 _ENTRY_KEYS = {"gradient", "start", "stop", "part", "codec", "tensors"}
 
@@ -28,6 +29,8 @@ def require_states(states: object) -> None:
     steps = sorted({state["step"] for state in states})
     if len(steps) > 1:
         raise ConfigError(got_expected("states", f"steps {steps}", "those of one step", fix))
+    if LOADED in states[0]:
+        require_states(states[0][LOADED])
 
 
 def _is_state(state: Any) -> bool:

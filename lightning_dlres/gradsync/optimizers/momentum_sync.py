@@ -20,7 +20,12 @@ from lightning_dlres.core.checks import function, one_of, timeout_seconds, whole
 from lightning_dlres.core.comm.collectives import no_check
 from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.gradsync.execute.saved_states import continue_states, save_states, unsent_mean
+from lightning_dlres.gradsync.execute.saved_states import (
+    LoadedStates,
+    continue_states,
+    save_states,
+    unsent_mean,
+)
 from lightning_dlres.gradsync.execute.session import (
     SyncSession,
     all_ranks_agree,
@@ -97,7 +102,7 @@ class MomentumSync:
         self._session: SyncSession | None = None
         self._control: dist.ProcessGroup | None = None
         self._failure: BaseException | None = None
-        self._saved: list[Mapping[str, Any]] = []
+        self._loaded = LoadedStates()
 
     def attach(self, check: Callable[[], None], tracer: Tracer) -> None:
         """Use the check and the tracer of a strategy; called before the first step."""
@@ -222,7 +227,7 @@ class MomentumSync:
             self._session.synchroniser.run(self._step, momenta)
             return
         # A single rank sends nothing. Add what the ranks of an earlier run have not sent.
-        saved, self._saved = self._saved, []
+        saved = self._loaded.take()
         if saved:
             for name, momentum in momenta.items():
                 spec = GradientSpec(name=name, count=momentum.numel())
@@ -235,9 +240,7 @@ class MomentumSync:
         """
         engine = self.synchroniser
         if engine is None:
-            is_same_size = len(self._saved) == self.world_size
-            # Nothing has been sent since these states were loaded.
-            loaded = self._saved[_rank()] if is_same_size else {}
+            loaded = self._loaded.to_pass_on(_rank())
             return {"step": self._step, "algorithm": self._algorithm, **loaded}
         units = save_states(engine.states, engine.plan)
         return {"step": self._step, "algorithm": self._algorithm, **units}
@@ -262,7 +265,7 @@ class MomentumSync:
             )
         self.close()
         self._step = states[0]["step"]
-        self._saved = [one for one in states if "units" in one]
+        self._loaded.load(states)
 
     def close(self) -> None:
         """End the threads. All ranks call it together, unless one has failed.
@@ -302,9 +305,8 @@ class MomentumSync:
             topology=self._topology,
             alignment=BLOCK,
         )
-        states, saved = CodecStates(), self._saved
-        self._saved = []
-        continue_states(saved, plan, self._codecs, _rank(), self._device, states)
+        states = CodecStates()
+        continue_states(self._loaded.take(), plan, self._codecs, _rank(), self._device, states)
         session = SyncSession(timeout=self._timeout, check=self._check, tracer=self.tracer)
         session.start(plan, self._codecs, states, coordinator=self._coordinator)
         return session

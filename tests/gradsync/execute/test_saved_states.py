@@ -39,7 +39,7 @@ def train(
     wrapped.register_comm_hook(state, compressed_hook)
     means = []
     with pytest.WarningsRecorder(_ispytest=True) as record:
-        for step in range(first, first + STEPS):
+        for step in range(first, first + len(scales)):
             model.zero_grad()
             state.loss_scale = scales[step - first]
             (wrapped(random_gradients(context.rank, step)) * state.loss_scale).backward()
@@ -96,6 +96,22 @@ def test_nothing_is_lost_when_a_run_goes_on(
     )
     has_changed = before > 1 and after > 1 and before != after
     assert all(messages == [warning] * has_changed for _, _, messages in second)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_checkpoint_before_the_first_step_has_all_that_was_loaded(
+    pool: RankPool, ranks: int
+) -> None:
+    options = {"algorithm": "tbq", "topology": "ps"}
+    first = merged([saved for _, saved, _ in pool.run(train, 2, options, 0, None)])
+    # This run ends before its first step.
+    second = merged([saved for _, saved, _ in pool.run(train, ranks, options, STEPS, first, ())])
+    direct = pool.run(train, 2, options, STEPS, first)
+    passed_on = pool.run(train, 2, options, STEPS, second)
+    for (means, _, messages), (others, _, others_messages) in zip(direct, passed_on, strict=True):
+        assert messages == others_messages == []
+        for one, other in zip(means, others, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in SHAPES)
 
 
 @pytest.mark.parametrize("topology", ["ps", "ring"])
