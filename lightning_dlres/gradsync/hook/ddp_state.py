@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -35,7 +34,7 @@ from lightning_dlres.core.comm.collectives import no_check
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.planning import AUTO, check_optimizers, is_adam_like
-from lightning_dlres.gradsync.execute.saved_states import LoadedStates, with_units
+from lightning_dlres.gradsync.execute.saved_states import LoadedStates
 from lightning_dlres.gradsync.execute.session import (
     TRANSPORTS,
     all_reduce_mean,
@@ -376,18 +375,11 @@ class GradientSyncState:
             raise ConfigError(got_expected("states", got, rule, "a new GradientSyncState"))
         self._step = states[0]["step"]
         states = self._loaded.load(states)
-        if with_units(states) and self._power_sgd is not None and dist.get_world_size() > 1:
-            warnings.warn(
-                "The checkpoint's residuals were dropped, because PowerSGD cannot take those of "
-                "another algorithm.",
-                stacklevel=2,
-            )
-        of_powersgd = [one[POWERSGD] for one in states if POWERSGD in one]
-        if of_powersgd and self._power_sgd is not None and dist.get_world_size() > 1:
-            self._power_sgd.load_state_dicts(of_powersgd, dist.get_rank(), dist.get_world_size())
-        elif of_powersgd:
+        if self._power_sgd is not None and dist.get_world_size() > 1:
+            self._power_sgd.load_state_dicts(states, dist.get_rank(), dist.get_world_size())
+        else:
             # Any algorithm can send what PowerSGD left out.
-            self._sync.unsent.put(mean_errors(of_powersgd))
+            self._sync.unsent.put(mean_errors(states))
 
     def close(self) -> None:
         """End the threads. All ranks call it together, unless one has failed.

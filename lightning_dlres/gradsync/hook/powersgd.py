@@ -30,6 +30,7 @@ from torch.futures import Future
 
 from lightning_dlres.core.checks import finite, flag, keyword_arguments, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.gradsync.execute.saved_states import with_units
 
 POWERSGD = "powersgd"
 # Least `start_step` with error feedback or a warm start. DDP changes its buckets after step 0, so
@@ -145,7 +146,7 @@ class PowerSGD:
             self._rescale(loss_scale)
             self._arrange(bucket, dict(zip(names, shapes, strict=True)))
         drop_errors = functools.partial(self._drop_exact_errors, bucket.index())
-        return powerSGD_hook(self._state, bucket).then(drop_errors)  # type: ignore[no-any-return]
+        return powerSGD_hook(self._state, bucket).then(drop_errors)
 
     def state_dict(self, rank: int) -> dict[str, Any]:
         """Return the step, the random generator, and the errors and matrices Q by parameter.
@@ -172,17 +173,27 @@ class PowerSGD:
         }
 
     def load_state_dicts(
-        self, saved: Sequence[Mapping[str, Any]], rank: int, world_size: int
+        self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int
     ) -> None:
         """Continue from the states of all ranks of an earlier run, before the first step.
 
-        On another number of ranks, each rank gets the mean of the errors, with a warning.
+        On another number of ranks, each rank gets the mean of the errors, with a warning. Residuals
+        of another algorithm are dropped, with a warning.
 
         Args:
-            saved: Results of `state_dict`, by rank.
+            states: States of all ranks, by rank; those of PowerSGD have the key `POWERSGD`.
             rank: This rank.
             world_size: Number of ranks of this run.
         """
+        if with_units(states):
+            warnings.warn(
+                "The checkpoint's residuals were dropped, because PowerSGD cannot take those of "
+                "another algorithm.",
+                stacklevel=3,
+            )
+        saved = _of_powersgd(states)
+        if not saved:
+            return
         self._state.iter = saved[0]["iteration"]
         position, has_gauss, gauss = saved[0]["random_position"]
         keys = saved[0]["random_keys"].numpy().astype(np.uint32)
@@ -191,12 +202,12 @@ class PowerSGD:
         if len(saved) == world_size:
             self._errors = dict(saved[rank]["errors"])
             return
-        self._errors = mean_errors(saved)
+        self._errors = mean_errors(states)
         if self._errors:
             warnings.warn(
                 f"The checkpoint has PowerSGD's errors of {len(saved)} ranks, and this run has "
                 f"{world_size}: each rank got their mean.",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _refuse(self, bucket: GradBucket, names: Sequence[str]) -> None:
@@ -347,15 +358,21 @@ def power_sgd(codec_options: object) -> PowerSGD:
     return PowerSGD(**options)
 
 
-def mean_errors(saved: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return the mean of all ranks' flat errors by parameter.
+def _of_powersgd(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the results of `PowerSGD.state_dict` by rank; an empty list if there are none."""
+    return [one[POWERSGD] for one in states if POWERSGD in one]
+
+
+def mean_errors(states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return the mean of all ranks' flat errors by parameter, empty if there are none.
 
     The mean is the part of the last mean gradients that was not sent. A rank without an error for a
     parameter counts as zero.
 
     Args:
-        saved: Results of `PowerSGD.state_dict`, by rank.
+        states: States of all ranks, by rank; those of PowerSGD have the key `POWERSGD`.
     """
+    saved = _of_powersgd(states)
     names = dict.fromkeys(name for one in saved for name in one["errors"])
     return {
         name: sum(one["errors"][name] for one in saved if name in one["errors"]) / len(saved)
