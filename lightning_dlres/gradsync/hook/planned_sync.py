@@ -358,5 +358,6 @@ class PlannedSync:
             if session is not None:
                 session.close(orderly=is_orderly)
             if is_orderly:
-                for group in (control_group, self._session_group):
+                # There is no session's group before `open`. Torch takes None for all groups.
+                for group in filter(None, (control_group, self._session_group)):
                     dist.destroy_process_group(group)

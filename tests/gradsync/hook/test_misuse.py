@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -181,3 +182,19 @@ def test_other_things_than_states_are_refused(states: Any, got: str) -> None:
 def test_a_bad_loss_scale_is_refused(pool: RankPool, scale: Any) -> None:
     for message, _ in pool.run(train, 2, "loss scale", scale):
         assert "loss_scale must be a finite number above 0" in message
+
+
+def is_initialized_after_close(context: RankContext) -> bool:
+    """Return True if a state that is closed before it is opened leaves the default group alone."""
+    context.init_process_group()
+    model = nn.Linear(8, 8)
+    state = GradientSyncState(algorithm="int8")
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(state, compressed_hook)
+    wrapped(torch.ones(1, 8)).sum().backward()
+    state.close()
+    return dist.is_initialized()
+
+
+def test_a_state_closed_after_its_first_step_leaves_the_default_group(pool: RankPool) -> None:
+    assert pool.run(is_initialized_after_close, 2) == [True, True]
