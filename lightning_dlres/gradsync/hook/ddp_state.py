@@ -390,6 +390,8 @@ class GradientSyncState:
         self._is_closed = True
         self._optimizer_steps.close()
         self._sync.close()
+        if self._power_sgd is not None and self.failure is None:
+            self._power_sgd.close()
 
     def open(self, device: torch.device, element_bytes: int = 4) -> None:
         """Connect the ranks and make the plan, unless that was done; called by all ranks together.
@@ -424,7 +426,8 @@ class GradientSyncState:
         if not self._is_connected and dist.get_world_size() > 1:
             self._is_connected = True
             own = as_text(step=self._step, saved_states=len(self._loaded), parameters=self._names)
-            self._sync.connect({**self._options, **own}, is_used=self._has_plan)
+            is_used = self._has_plan or self._power_sgd is not None
+            self._sync.connect({**self._options, **own}, is_used=is_used)
 
     def _finish(self, future: Future[Tensor], buffer: Tensor, error: BaseException | None) -> None:
         if error is None:

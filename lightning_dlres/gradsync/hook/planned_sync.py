@@ -109,7 +109,8 @@ class PlannedSync:
 
         Args:
             options: Options as text, by name.
-            is_used: False if `open` will have no plan. The ranks are then disconnected again.
+            is_used: False if `close` need not wait for the other ranks, and `open` will have no
+                plan. The ranks are then disconnected again.
 
         Raises:
             ConfigError: If the ranks' options differ.

@@ -96,6 +96,18 @@ class PowerSGD:
         # Loss scale by which all errors are multiplied now.
         self._scale = 1.0
         self._before: _Before | None = None
+        # Group of torch's hook, from the first step until `close`.
+        self._group: dist.ProcessGroup | None = None
+
+    def close(self) -> None:
+        """Destroy the group of torch's hook; called by all ranks together, after their last step.
+
+        Destroying it at the end of the process can end in a callback's thread, which aborts.
+        """
+        # Torch's state still holds the group: a callback must not be the last one to release it.
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
     def keep(self) -> None:
         """Keep the present state, so that `undo` can return to it after the next steps."""
@@ -135,10 +147,10 @@ class PowerSGD:
             ConfigError: If torch's hook cannot handle the bucket.
         """
         self._refuse(bucket, names)
-        if self._state.process_group is None:
+        if self._group is None:
             # Torch's hook sums from callbacks. In DDP's group that would race with DDP's own sums,
             # such as that of the unused parameters.
-            self._state.process_group = dist.new_group()
+            self._group = self._state.process_group = dist.new_group()
         if self._state.iter >= self._state.start_powerSGD_iter:
             shapes = [parameter.shape for parameter in bucket.parameters()]
             # Loaded errors are in float32. Scale them before `_arrange` gives them the gradients'

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -404,3 +406,30 @@ def test_small_errors_of_half_gradients_survive_a_checkpoint(pool: RankPool) -> 
     """Without the loss scale, they are below the least number of float16."""
     for sums in pool.run(resumed_errors, 2):
         assert sums == pytest.approx([2e-8, 2e-8], rel=0.02)
+
+
+def threads_after_runs(context: RankContext) -> list[int]:
+    """Return the number of threads of this process after each of several short runs."""
+    context.init_process_group()
+    counts = []
+    for _ in range(4):
+        model = GivenGradients()
+        state = GradientSyncState(algorithm="powersgd", codec_options={"start_step": START})
+        state.name_parameters(model.named_parameters())
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(state, compressed_hook)
+        for step in range(START + 2):
+            wrapped(gradients(context.rank, step)).backward()
+        state.close()
+        # A second call does nothing.
+        state.close()
+        del wrapped, state
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+def test_a_closed_state_leaves_no_group(pool: RankPool) -> None:
+    """Torch would destroy the group at the end of the process, which sometimes aborted it."""
+    for first, *_, last in pool.run(threads_after_runs, 2):
+        assert last == first
