@@ -333,10 +333,15 @@ class PlannedSync:
             self.session.synchroniser.undo_step()
 
     def saved_states(self) -> dict[str, Any]:
-        """Return this rank's states for a checkpoint; empty if there are none."""
+        """Return this rank's states for a checkpoint; empty if no rank has any.
+
+        A rank without states has the key "units", too, if another rank may have states. The ranks
+        gather their states by this key, and all must take part.
+        """
         plan, unsent = self._planner.plan, self.unsent.entries()
         if plan is None:
-            return {"world_size": dist.get_world_size(), "units": unsent} if unsent else {}
+            is_gathered = self.unsent.was_filled
+            return {"world_size": dist.get_world_size(), "units": unsent} if is_gathered else {}
         saved = save_states(self.states, plan)
         return {**saved, "units": [*saved["units"], *unsent]}
 

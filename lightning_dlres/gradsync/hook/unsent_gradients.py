@@ -18,9 +18,14 @@ class UnsentGradients:
 
     They are added to the gradients of the next step. An optimizer may skip that step, so they are
     kept until the step after it begins.
+
+    Attributes:
+        was_filled: True once there were any. With torch's all-reduce, that is the same on all
+            ranks, which get residuals together. But each rank adds its own when it has a gradient.
     """
 
     def __init__(self) -> None:
+        self.was_filled = False
         self._values: dict[str, Tensor] = {}
         self._added: dict[str, Tensor] = {}
 
@@ -31,6 +36,7 @@ class UnsentGradients:
 
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Keep residuals: float32[elements] by gradient."""
+        self.was_filled |= bool(values)
         for name, value in values.items():
             self._values[name] = self._values[name] + value if name in self._values else value
 

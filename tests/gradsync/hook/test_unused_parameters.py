@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -102,3 +103,58 @@ def test_what_an_earlier_run_left_unsent_waits_for_a_use(pool: RankPool, algorit
     for name, mean in ranks[0][0].items():
         sent = torch.stack([own[name] for _, own in ranks]).sum(0)
         torch.testing.assert_close(3 * mean, sent, rtol=0, atol=1e-4)
+
+
+def train_in_turn(
+    context: RankContext, algorithms: list[str], users: list[set[int]]
+) -> tuple[dict[str, Tensor], list[list[str]]]:
+    """Train a step under each algorithm, each of which loads the states of the one before.
+
+    Returns:
+        Sums of the means and of the last residuals, less those of the ranks' gradients, and the
+        keys of all ranks' states after each step. The sums are zero if nothing was lost.
+    """
+    context.init_process_group()
+    model = Branches()
+    sums = {name: torch.zeros(SIZE, SIZE) for name in ("a", "b")}
+    states: list[Any] = []
+    all_keys = []
+    for step, (algorithm, ranks) in enumerate(zip(algorithms, users, strict=True)):
+        state = GradientSyncState(
+            algorithm=algorithm, topology="ps", coordinator="none", min_bytes=0
+        )
+        state.name_parameters(model.named_parameters())
+        if states:
+            state.load_state_dicts(states)
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+        wrapped.register_comm_hook(state, compressed_hook)
+        model.zero_grad()
+        noise = [
+            torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(100 * step + rank))
+            for rank in range(context.world_size)
+        ]
+        wrapped(noise[context.rank], context.rank in ranks).backward()
+        sums["a"] -= sum(noise)
+        sums["b"] -= sum(noise[rank] for rank in ranks)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                sums[name] += context.world_size * parameter.grad
+        states = [None] * context.world_size
+        dist.all_gather_object(states, state.state_dict())
+        all_keys.append([",".join(sorted(one)) for one in states])
+        state.close()
+    for one in states:
+        for entry in one.get("units", ()):
+            target = sums[entry["gradient"]].view(-1)[entry["start"] : entry["stop"]]
+            target += entry["tensors"][RESIDUAL]
+    return sums, all_keys
+
+
+@pytest.mark.parametrize("last", ["none", "int8", "raw"])
+def test_ranks_agree_whether_they_have_residuals(pool: RankPool, last: str) -> None:
+    """With torch's all-reduce, rank 0 keeps its residual of "b", and rank 1 sends it."""
+    algorithms, users = ["int8", "none", last], [{0, 1}, {1}, {0, 1}]
+    for sums, all_keys in pool.run(train_in_turn, 2, algorithms, users):
+        assert all(len(set(keys)) == 1 for keys in all_keys)
+        for name, value in sums.items():
+            torch.testing.assert_close(value, torch.zeros(SIZE, SIZE), rtol=0, atol=1e-4, msg=name)
