@@ -49,16 +49,23 @@ class SpeedBalance:
         self._drawn = _DRAWN_BATCHES
         self._sampler: BalancedBatchSampler | None = None
 
-    def share(self, loader: object, connection: Connection) -> DataLoader[Any]:
+    def share(
+        self, loader: object, connection: Connection, others: Sequence[object] = ()
+    ) -> DataLoader[Any]:
         """Return a loader with this rank's part of each global batch; called by all ranks.
 
         Args:
             loader: DataLoader of this rank, with the distributed sampler that Lightning has added.
             connection: Connection to the other ranks.
+            others: Other loaders of the same epoch.
 
         Raises:
-            ConfigError: If the samples of the loader cannot be shared out.
+            ConfigError: If the samples of the loader cannot be shared out, or there are others. A
+                rank may then have another share of each, and a step's loss has only one weight.
         """
+        if others:
+            rule, fix = "one DataLoader if share_samples is set", "share_samples='equal'"
+            raise ConfigError(got_expected("the training loader", "several", rule, fix))
         balanced = balanced_loader(loader, self.shares, connection.rank, connection.world_size)
         drawn = _DRAWN_BATCHES + balanced.num_workers * (balanced.prefetch_factor or 0)
         self._drawn = int(max(row[0] for row in connection.gather([float(drawn)])))

@@ -293,7 +293,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
             # Lightning loads new loaders in the place of these.
             self._uneven_loaders.clear()
         if self._balance is not None:
-            loader = self._balance.share(loader, self._connection)
+            loader = self._balance.share(loader, self._connection, self._uneven_loaders)
         lengths = [int(row[0]) for row in self._connection.gather([length_of(loader)])]
         if self._balance is None and len(set(lengths)) == 1 and lengths[0] >= 0:
             return loader

@@ -179,7 +179,8 @@ class Streamed(IterableDataset[Tensor]):
 def refusals(context: RankContext) -> list[str]:
     """Return the errors of bad shares, and of a dataset without a length."""
     messages = []
-    for shares, dataset in (([1.0], Numbers(8)), ("speed", Streamed())):
+    one, other, streamed = (DataLoader(d, BATCH) for d in (Numbers(8), Numbers(40), Streamed()))
+    for shares, loader in (([1.0], one), ("speed", streamed), ([1, 3], {"one": one, "two": other})):
         trainer = Trainer(
             strategy=CompressedDDPStrategy(algorithm="raw", topology="ps", share_samples=shares),
             accelerator="cpu",
@@ -189,7 +190,7 @@ def refusals(context: RankContext) -> list[str]:
             **QUIET,
         )
         with pytest.raises(ConfigError) as error:
-            trainer.fit(Model(0.0), DataLoader(dataset, BATCH))
+            trainer.fit(Model(0.0), loader)
         messages.append(str(error.value))
     return messages
 
@@ -203,6 +204,10 @@ def test_what_cannot_be_shared_out_is_refused(pool: RankPool) -> None:
             "the training loader must be a DataLoader with batch_size and a map-style dataset, "
             "whose sampler Lightning distributes, if share_samples is set, got 'the iterable-style "
             "dataset Streamed'. Use"
+        )
+        assert messages[2].startswith(
+            "the training loader must be one DataLoader if share_samples is set, got 'several'. "
+            "Use share_samples='equal'."
         )
 
 
