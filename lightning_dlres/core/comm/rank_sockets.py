@@ -86,6 +86,10 @@ class RankSockets(Server):
         # Ids of the TCP connections that are open, and the rank of each that has sent a message.
         self._open: set[int] = set()
         self._rank_by_connection: dict[int, int] = {}
+        # Ids that were closed since the queue of messages was last seen empty, and those of them
+        # that were opened again. A message with such an id may be of the earlier connection.
+        self._recently_closed: set[int] = set()
+        self._reopened: set[int] = set()
         # Ranks whose connections have closed since the last call of `closed_ranks`.
         self._closed_ranks: list[int] = []
 
@@ -127,6 +131,10 @@ class RankSockets(Server):
         has refused a message, and when a connection was opened or closed.
         """
         ready = self._poll(timeout)
+        if self._socket not in ready:
+            # Before the events of now: all messages of the connections that closed were read.
+            self._recently_closed.clear()
+            self._reopened.clear()
         if self._monitor in ready:
             self._read_monitor()
         if self._wake_reader.fileno() in ready:
@@ -140,11 +148,7 @@ class RankSockets(Server):
             return None
         rank = self._ranks.get(frames[0].bytes)
         if rank is None:
-            reason = "a message without the token of a rank"
-            if connection in self._open:
-                self.drop(connection, reason)
-            else:
-                self.refusals.note(reason)
+            self._refuse(connection, "a message without the token of a rank")
             return None
         if self._rank_by_connection.get(connection) != rank:
             self._introduce(connection, rank)
@@ -167,6 +171,15 @@ class RankSockets(Server):
                 client.close(linger=round(1000 * seconds))
         self.close()
 
+    def _refuse(self, connection: int, reason: str) -> None:
+        """Refuse a message, and close its connection if it is surely still that of the sender."""
+        # The sender's connection may have closed, and an innocent one may have its id now.
+        self._read_monitor()
+        if connection in self._open and connection not in self._reopened:
+            self.drop(connection, reason)
+        else:
+            self.refusals.note(reason)
+
     def _introduce(self, connection: int, rank: int) -> None:
         """Record the rank of a connection, which its first message has shown."""
         # First read all events so far. They may end an earlier connection with the same id, or
@@ -183,8 +196,10 @@ class RankSockets(Server):
         super()._note_event(event)
         if event.opened:
             self._open.add(event.connection)
+            self._reopened |= self._recently_closed & {event.connection}
         else:
             self._open.discard(event.connection)
+            self._recently_closed.add(event.connection)
         rank = self._rank_by_connection.pop(event.connection, None)
         if rank is not None:
             self._closed_ranks.append(rank)
