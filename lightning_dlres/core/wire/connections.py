@@ -8,6 +8,7 @@ received bytes is therefore compared with the bytes of the messages that were re
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import socket
@@ -37,6 +38,8 @@ class _Connection:
     """
 
     socket: socket.socket
+    # Number that no other connection of the server has, unlike the descriptor.
+    number: int
     since: float = field(default_factory=time.monotonic)
     messages: int = 0
     message_bytes: int = 0
@@ -93,6 +96,7 @@ class Connections:
         self._max_connections, self._max_unread_bytes = max_connections, max_unread_bytes
         self._note_refusal = note_refusal
         self._connections: dict[int, _Connection] = {}
+        self._numbers = itertools.count()
         self.address: object = None
 
     def __len__(self) -> int:
@@ -109,7 +113,7 @@ class Connections:
         if not self._is_own(copy):
             copy.close()
             return
-        self._connections[descriptor] = _Connection(copy)
+        self._connections[descriptor] = _Connection(copy, next(self._numbers))
         if len(self._connections) > self._max_connections:
             # Close a connection without messages: a flood of them must not push out a good client.
             silent = (other for other, entry in self._connections.items() if not entry.messages)
@@ -127,6 +131,11 @@ class Connections:
         if connection is not None:
             connection.messages += 1
             connection.message_bytes += nbytes
+
+    def number(self, descriptor: int) -> int | None:
+        """Return a number that tells a connection from later ones with its descriptor."""
+        connection = self._connections.get(descriptor)
+        return None if connection is None else connection.number
 
     def trust(self, descriptor: int) -> None:
         """Lift the limit of unread bytes for a peer that has proved its identity."""

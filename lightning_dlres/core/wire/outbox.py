@@ -48,7 +48,9 @@ class ReplyLimits:
 class _ClientQueue:
     """Replies of one client that are being made (`pending`) or wait to be sent (`unsent`)."""
 
+    # Id of the connection of the newest request, and its number, which no later connection has.
     connection: int
+    connection_number: int | None
     pending: int = 0
     # Bytes reserved for the pending replies.
     reserved_bytes: int = 0
@@ -98,9 +100,13 @@ class Outbox:
             return False
         if self._total_bytes and self._total_bytes + nbytes > limits.total_bytes:
             return False
+        number = self._server.connection_number(request.connection)
         if queue is None:
-            queue = self._queues[request.peer] = _ClientQueue(request.connection)
-        queue.connection = request.connection
+            queue = self._queues[request.peer] = _ClientQueue(request.connection, number)
+        elif (queue.connection, queue.connection_number) != (request.connection, number):
+            # The client has reconnected, and what it took before says nothing.
+            queue.connection, queue.connection_number = request.connection, number
+            self._start_span(queue)
         queue.pending += 1
         queue.reserved_bytes += nbytes
         self._total_bytes += nbytes
@@ -154,10 +160,12 @@ class Outbox:
         if taken >= limits.least_bytes:
             self._start_span(queue)
             return
-        self._server.drop(
-            queue.connection,
-            f"{peer} read {taken} bytes of its replies in {format_seconds(limits.seconds)}",
-        )
+        number = queue.connection_number
+        if number is None or number == self._server.connection_number(queue.connection):
+            self._server.drop(
+                queue.connection,
+                f"{peer} read {taken} bytes of its replies in {format_seconds(limits.seconds)}",
+            )
         # If the connection cannot be closed, ZeroMQ still holds the replies: check again later.
         self._start_span(queue)
 

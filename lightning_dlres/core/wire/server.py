@@ -203,8 +203,15 @@ class Server(Endpoint):
         """Return the number of bytes that a client's host acknowledged; None if it is not known."""
         return self._connections.acknowledged_bytes(connection)
 
+    def connection_number(self, connection: int) -> int | None:
+        """Return a number that no later connection has, unlike the id; None if it is closed."""
+        return self._connections.number(connection)
+
     def drop(self, connection: int, reason: str) -> None:
-        """Close a client's connection and discard the messages queued for it."""
+        """Close a client's connection and discard the messages queued for it.
+
+        A later connection may have got the id; see `connection_number`.
+        """
         self._connections.drop(connection, reason)
 
     def close(self) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import subprocess
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
 
 from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.core.host.service import STATUS
-from lightning_dlres.core.wire.endpoint import Client, pack
+from lightning_dlres.core.wire.endpoint import Client, Message, pack
 from lightning_dlres.core.wire.outbox import Outbox, ReplyLimits
 from lightning_dlres.core.wire.refused_messages import Refusals
 from lightning_dlres.core.wire.server import Server, SocketLimits
@@ -180,6 +182,51 @@ def test_a_client_that_does_not_read_delays_no_other(stack: ExitStack) -> None:
         return not outbox.nbytes
 
     serve_until(server, is_released, "its replies are released")
+
+
+class FakeServer:
+    """Server that sends nothing, whose connections a test numbers."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.dropped: list[int] = []
+
+    def connection_number(self, connection: int) -> int:
+        return self.number
+
+    def acknowledged_bytes(self, connection: int) -> int:
+        return 0
+
+    def send_tracked(self, peer: str, kind: str, payload: bytes, *, sequence: int) -> Any:
+        return SimpleNamespace(done=False)
+
+    def drop(self, connection: int, reason: str) -> None:
+        self.dropped.append(connection)
+
+
+def test_a_later_connection_with_the_id_of_a_slow_one_is_not_dropped() -> None:
+    server, now = FakeServer(), [0.0]
+    outbox = Outbox(server, ReplyLimits(seconds=10.0), clock=lambda: now[0])  # type: ignore[arg-type]
+
+    def ask_and_wait(seconds: float) -> list[int]:
+        request = Message("ask", 0, b"", "slow", 7)
+        assert outbox.reserve(request, 4)
+        outbox.reply(request, 4, "data", b"data")
+        now[0] += seconds
+        outbox.release_sent_and_drop_slow()
+        return server.dropped
+
+    assert ask_and_wait(9.0) == []
+    # The client reconnects: it has ten seconds again.
+    server.number += 1
+    assert ask_and_wait(9.0) == []
+    # It leaves, and another client gets the id.
+    server.number += 1
+    now[0] += 30.0
+    outbox.release_sent_and_drop_slow()
+    assert server.dropped == []
+    # It has really come back, and does not read.
+    assert ask_and_wait(11.0) == [7]
 
 
 def test_the_log_of_refusals_stays_short() -> None:
