@@ -13,11 +13,15 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
+from lightning_dlres.core.device_stream import DeviceStream, stream_beside
 from lightning_dlres.core.errors import PeerError, PeerTimeoutError, ProtocolError, text_of
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_seconds
@@ -103,6 +107,8 @@ class SyncExecutor:
         self._computes: queue.SimpleQueue[Sequence[Task] | None] = queue.SimpleQueue()
         self._transfers: queue.SimpleQueue[Sequence[TransferItem] | None] = queue.SimpleQueue()
         self._next_check = 0.0
+        # Stream of the gradients' device, from the first gradients on.
+        self._stream: DeviceStream | None = None
         # Guards the fields below and the counters of all units.
         self._lock = threading.Lock()
         self._steps: dict[int, _Step] = defaultdict(_Step)
@@ -136,11 +142,18 @@ class SyncExecutor:
 
         Args:
             step: Number of the step, the same on all ranks.
-            runs: The units.
+            runs: The units. The calling thread has launched the work that makes their gradients.
             on_done: Called once, from a thread of the executor, when all of them are done: with
-                None, or with the error that ended the work.
+                None, or with the error that ended the work. On a GPU, "done" means launched: the
+                work that the callback launches, and events that it records, come after the units'.
         """
-        group = _Group(len(runs), time.monotonic(), on_done)
+        group = _Group(len(runs), time.monotonic(), self._in_stream(on_done))
+        if runs:
+            stream = self._stream_of(runs[0].device)
+            mark = stream.mark()
+            for run in runs:
+                run.is_ready = mark
+                stream.keep(run.gradient)
         arrived: list[tuple[UnitRun, int, Part, Tensor]] = []
         with self._lock:
             failure = self.failure
@@ -163,6 +176,23 @@ class SyncExecutor:
         except ProtocolError as error:
             self.fail(error)
 
+    def _stream_of(self, device: torch.device) -> DeviceStream:
+        """Return the stream of all gradients; they are on one device."""
+        if self._stream is None:
+            self._stream = stream_beside(device)
+        return self._stream
+
+    def _in_stream(
+        self, on_done: Callable[[BaseException | None], None]
+    ) -> Callable[[BaseException | None], None]:
+        """Return a function that calls `on_done` in the stream of the gradients' last work."""
+
+        def done(error: BaseException | None) -> None:
+            with nullcontext() if self._stream is None else self._stream.working():
+                on_done(error)
+
+        return done
+
     def fail(self, error: BaseException) -> None:
         """End all work with an error, and tell it to other ranks; only the first error counts."""
         with self._lock:
@@ -176,6 +206,15 @@ class SyncExecutor:
         self._announce(error)
         for group in groups.values():
             group.on_done(error)
+
+    def mark(self) -> Any:
+        """Return a mark behind the work of the units, in a callback of `start`."""
+        return None if self._stream is None else self._stream.mark()
+
+    def wait_for(self, mark: Any) -> None:
+        """Let the later work of the calling thread's device begin after a mark."""
+        if self._stream is not None:
+            self._stream.wait(mark)
 
     def close(self) -> None:
         """End the threads; unfinished units stay unfinished."""
@@ -206,7 +245,12 @@ class SyncExecutor:
             while tasks:
                 run, position = tasks.popleft()
                 task = run.graph[position]
-                with self._tracer.span(task.kind.value, "compute", unit=run.unit.index):
+                stream = self._stream_of(run.device)
+                with (
+                    self._tracer.span(task.kind.value, "compute", unit=run.unit.index),
+                    stream.working(),
+                ):
+                    stream.wait(run.is_ready)
                     run.compute(task)
                 for ready in self._finish([(run, position)]):
                     if _is_send(ready):
@@ -245,7 +289,11 @@ class SyncExecutor:
 
     def _send(self, destination: int, sends: Sequence[ReadySend]) -> None:
         step = sends[0].run.options.step
-        with self._tracer.span("send", "transfer", peer=destination, **sizes_of(sends)):
+        stream = self._stream_of(sends[0].run.device)
+        with (
+            self._tracer.span("send", "transfer", peer=destination, **sizes_of(sends)),
+            stream.working(),
+        ):
             message = message_of(
                 step,
                 [(send.run.unit.index, send.part, send.run.outgoing[send.part]) for send in sends],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -171,10 +172,25 @@ class GradientSynchroniser:
             PeerError: If a rank is lost or late.
         """
         finished = threading.Event()
-        self.start(step, gradients, lambda error: finished.set(), loss_scale=loss_scale)
+        marks = []
+
+        def on_done(error: BaseException | None) -> None:
+            marks.append(self.mark())
+            finished.set()
+
+        self.start(step, gradients, on_done, loss_scale=loss_scale)
         finished.wait()
+        self.wait_for(marks[0])
         if self.failure is not None:
             raise self.failure
+
+    def mark(self) -> Any:
+        """Return a mark behind the device's work on gradients, in a callback of `start`."""
+        return self._executor.mark()
+
+    def wait_for(self, mark: Any) -> None:
+        """Let the calling thread's later work on the device begin after a mark."""
+        self._executor.wait_for(mark)
 
     def undo_step(self) -> None:
         """Give the codecs' states their values of before the last step, and of before those that it

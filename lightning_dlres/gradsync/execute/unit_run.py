@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,8 @@ class UnitRun:
     Attributes:
         unfinished: Number of tasks that are not done.
         outgoing: Payloads to send, by part.
+        gradient: See above.
+        is_ready: Mark of the executor's stream behind the work that makes the gradient.
     """
 
     def __init__(
@@ -106,7 +109,8 @@ class UnitRun:
         self._pending = list(tasks.pending)
         self.unfinished = len(self.graph)
         self.outgoing: dict[Part, Tensor] = {}
-        self._gradient, self._states = gradient, states
+        self.is_ready: Any = None
+        self.gradient, self._states = gradient, states
         self._incoming: dict[tuple[int, Part], Tensor] = {}
         self._arrived: set[tuple[int, Part]] = set()
         self._total: Tensor | None = None
@@ -116,6 +120,11 @@ class UnitRun:
         self._payload_bytes = (
             self._gradient_bytes if codec is None else codec.payload_bytes(self.unit.count)
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the gradient."""
+        return self.gradient.device
 
     def payload_bytes(self, part: Part) -> int:
         """Return the size of a payload that this rank sends."""
@@ -164,7 +173,7 @@ class UnitRun:
     def compute(self, task: SyncTask) -> None:
         """Run a compute task."""
         if task.kind is TaskKind.ENCODE:
-            # Merging within a host adds to the gradient itself, so the result is still `_gradient`.
+            # Merging within a host adds to the gradient itself, so the result is still `gradient`.
             is_own = all(self.graph[before].part is Part.HOST for before in task.after)
             self._encode(task.part, is_own=is_own)
         elif task.kind is TaskKind.MERGE:
@@ -178,7 +187,7 @@ class UnitRun:
 
     def _encode(self, part: Part, *, is_own: bool) -> None:
         """Encode this rank's own gradient, or the sum of its merges."""
-        source = self._gradient
+        source = self.gradient
         if not is_own:
             assert self._total is not None
             source = self._total
@@ -209,14 +218,14 @@ class UnitRun:
         """Add the gradient of another rank of this host; empty if that rank had no samples."""
         part = self._incoming.pop((peer, Part.HOST))
         if part.numel():
-            self._gradient.add_(part.view(self._gradient.dtype).to(self._gradient.device))
+            self.gradient.add_(part.view(self.gradient.dtype).to(self.gradient.device))
             self._has_data = True
 
     def _merge(self, peer: int) -> None:
         is_first = self._total is None
         if self.codec is None:
             is_own = peer == self.options.rank
-            addend = self._gradient if is_own else self._received(peer).view(self._gradient.dtype)
+            addend = self.gradient if is_own else self._received(peer).view(self.gradient.dtype)
             if self._total is None:
                 self._total = addend.clone() if is_own else addend
             else:
@@ -224,7 +233,7 @@ class UnitRun:
             return
         if self._total is None:
             self._total = self.tasks.memory(
-                "total", self.unit.count, torch.float32, self._gradient.device
+                "total", self.unit.count, torch.float32, self.gradient.device
             )
         if peer != self.options.rank:
             self.codec.expand(self._received(peer), self._total, accumulate=not is_first)
@@ -234,10 +243,10 @@ class UnitRun:
             self.codec.expand(self.outgoing[Part.GRADIENT], self._total, accumulate=not is_first)
         elif is_first:
             # `mul` rounds the products of a float16 gradient to float16, where small ones vanish.
-            gradient = self._gradient.to(torch.float32)
+            gradient = self.gradient.to(torch.float32)
             torch.mul(gradient, 1 / self.options.loss_scale, out=self._total)
         else:
-            self._total.add_(self._gradient, alpha=1 / self.options.loss_scale)
+            self._total.add_(self.gradient, alpha=1 / self.options.loss_scale)
 
     def _received(self, peer: int) -> Tensor:
         return self._incoming.pop((peer, Part.GRADIENT))
@@ -245,15 +254,15 @@ class UnitRun:
     def _decode(self) -> None:
         payload, scale = self.outgoing[Part.SUM], 1 / self.options.world_size
         if self.codec is None:
-            torch.mul(payload.view(self._gradient.dtype), scale, out=self._gradient)
+            torch.mul(payload.view(self.gradient.dtype), scale, out=self.gradient)
             return
         scale *= self.options.loss_scale
-        if self._gradient.dtype == torch.float32:
-            self.codec.expand(payload, self._gradient, scale=scale)
+        if self.gradient.dtype == torch.float32:
+            self.codec.expand(payload, self.gradient, scale=scale)
             return
-        values = torch.empty(self.unit.count, device=self._gradient.device)
+        values = torch.empty(self.unit.count, device=self.gradient.device)
         self.codec.expand(payload, values, scale=scale)
-        self._gradient.copy_(values)
+        self.gradient.copy_(values)
 
 
 def is_zero(values: Tensor) -> bool:

@@ -317,7 +317,9 @@ class GradientSyncState:
         has_unsent = self._sync.unsent.add_to(gradients, self.loss_scale)
         if self.synchroniser is None:
             return mean()
-        future: Future[Tensor] = Future()
+        is_host = buffer.device.type == "cpu"
+        # A GPU's future also orders the work of its streams.
+        future: Future[Tensor] = Future() if is_host else Future(devices=[buffer.device])
         self._sync.start(
             step,
             gradients,

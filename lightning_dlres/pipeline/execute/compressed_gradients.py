@@ -42,13 +42,14 @@ class _Transfer:
         data: float32: their gradients as one vector, replaced by the means over the replicas.
         flags: float32: 1 for each of `parameters` with a gradient on this rank, else 0; replaced by
             the means, too. Longer than `parameters` if the bucket has frozen ones; the rest is 0.
-        done: Completed when the means are in `data` and `flags`, or with an error.
+        done: Completed with a mark when the means are in `data` and `flags`, or with an error. On a
+            GPU, they are there after the mark.
     """
 
     parameters: list[nn.Parameter]
     data: Tensor
     flags: Tensor
-    done: Future[None]
+    done: Future[Any]
 
 
 class CompressedGradientSync(GradientSync):
@@ -139,7 +140,7 @@ class CompressedGradientSync(GradientSync):
         names = self._compression.names
         sizes = [p.numel() for p in parameters]
         named = dict(zip([names[p] for p in parameters], data.split(sizes), strict=True))
-        done: Future[None] = Future()
+        done: Future[Any] = Future()
         self._transfers.append(_Transfer(parameters, data, flags, done))
         start = time.perf_counter_ns()
 
@@ -153,7 +154,7 @@ class CompressedGradientSync(GradientSync):
                 nbytes=bucket.nbytes,
             )
             if error is None:
-                done.set_result(None)
+                done.set_result(self._compression.mark())
             else:
                 done.set_exception(error)
 
@@ -164,6 +165,7 @@ class CompressedGradientSync(GradientSync):
         error = transfer.done.exception()
         if error is not None:
             raise self._reason_of(error)
+        self._compression.wait_for(transfer.done.result())
         totals = transfer.data.mul_(self._compression.replicas).split(
             [p.numel() for p in transfer.parameters]
         )

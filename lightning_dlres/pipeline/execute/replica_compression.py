@@ -176,6 +176,14 @@ class ReplicaCompression:
             has_data=self._has_data,
         )
 
+    def mark(self) -> Any:
+        """See `GradientSynchroniser.mark`."""
+        return self._synchroniser.mark()
+
+    def wait_for(self, mark: Any) -> None:
+        """See `GradientSynchroniser.wait_for`."""
+        self._synchroniser.wait_for(mark)
+
     def undo_step(self) -> None:
         """Give the states the values of before the last step, which runs again.
 
