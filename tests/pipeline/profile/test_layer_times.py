@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.support.rank_starter import RankStarter
-from benchmarks.support.ranks import Ranks, limit
+from benchmarks.support.ranks import Ranks, set_share
 from benchmarks.support.testbed import Host, Testbed, reason_unavailable
 from lightning_dlres.pipeline.profile import layer_times
 from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, measure_layers
@@ -239,7 +239,7 @@ def test_the_wall_time_ratio_includes_pauses_of_a_throttled_process() -> None:
     with Testbed([Host()]) as bed:
         hosts = RankStarter(bed, [throttled.__name__])
         ranks = Ranks(hosts, throttled.__name__, world_size=1, timeout=120.0)
-        limit(bed.hosts[0], 0.2)
+        set_share(bed.hosts[0], 0.2)
         (answer,) = ranks.ask({})
     # A fifth of a processor: five seconds of wall time per CPU second, more on a busy machine.
     assert answer["wall_per_cpu_second"] > 4.0
