@@ -15,16 +15,19 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core._compat import (
-    graph_is_kept,
-    storage_key,
-    storage_owner_count,
-    version_of,
+from lightning_dlres.core._compat import graph_is_kept, storage_key
+from lightning_dlres.core.saved_tensors import (
+    Restore,
+    SharedMemoryGuard,
+    UnmanagedTensor,
+    claimed,
+    has_storage,
+    require_unchanged,
 )
 from lightning_dlres.memory.execute.byte_counter import ByteCounter
 from lightning_dlres.memory.execute.policy import OffloadPolicy
 from lightning_dlres.memory.execute.saved_storage import SavedStorage, SavedTensor
-from lightning_dlres.memory.execute.seen_storages import SeenStorage, SeenStorages, has_storage
+from lightning_dlres.memory.execute.seen_storages import SeenStorage, SeenStorages
 from lightning_dlres.memory.execute.spans import span_of
 
 # One restored tensor: storage key of its memory, its handle, and the policy that placed it.
@@ -48,10 +51,7 @@ class OffloadEngine:
         # Number of storages that the present step has saved.
         self._count = 0
         self._storages = SeenStorages()
-        # Tensors that were handed to backward although code outside of the engine holds their
-        # memory, too; by storage key. Without this second reference autograd could take such a
-        # tensor for a gradient, and write to it.
-        self._shared: dict[int, Tensor] = {}
+        self._guard = SharedMemoryGuard()
         # Autograd runs backward of several devices in several threads.
         self._lock = threading.RLock()
         self._thread = threading.local()
@@ -66,32 +66,30 @@ class OffloadEngine:
             exempt: Tensors that never move, like all views of them: parameters and buffers.
         """
         self._count = 0
-        self._shared.clear()
         exempt_tensors = list(exempt)
         self._storages.start(exempt_tensors)
         policy.start()
 
-        def pack(tensor: Tensor) -> _Packed:
+        def pack(tensor: Tensor) -> _Packed | Restore:
+            restore = claimed(tensor)
+            if restore is not None:
+                return restore
             with self._lock:
                 return self._pack(tensor, policy)
 
-        leaves = (tensor for tensor in exempt_tensors if tensor.requires_grad and tensor.is_leaf)
-        handles = [leaf.register_hook(self._unshared_gradient) for leaf in leaves]
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._shared.clear()
+        with (
+            self._guard.protecting(exempt_tensors),
+            torch.autograd.graph.saved_tensors_hooks(pack, self._unpack),
+        ):
+            yield
 
     def _pack(self, tensor: Tensor, policy: OffloadPolicy) -> _Packed:
         storage = self._storage_of(tensor)
         if storage is None or storage.is_exempt:
-            return _Packed(_UnmanagedTensor(tensor), None)
+            return _Packed(UnmanagedTensor(tensor), None)
         nbytes = storage.nbytes(tensor)
         if nbytes < self._min_bytes:
-            return _Packed(_UnmanagedTensor(tensor), None)
+            return _Packed(UnmanagedTensor(tensor), None)
         span = span_of(tensor, nbytes, storage.shift)
         saved_storage = storage.find(tensor, span)
         if saved_storage is not None:
@@ -121,16 +119,18 @@ class OffloadEngine:
         # torch.device("cuda") without an index stands for the GPU that computes.
         return own.index is None and device.type == own.type
 
-    def _unpack(self, packed: _Packed) -> Tensor:
+    def _unpack(self, packed: _Packed | Restore) -> Tensor:
+        if not isinstance(packed, _Packed):
+            return packed()
         saved, policy = packed.saved, packed.policy
-        if isinstance(saved, _UnmanagedTensor) or policy is None:
-            assert isinstance(saved, _UnmanagedTensor)
-            _require_unchanged(saved.alias, saved.version)
-            self._share(saved.alias, 1)
+        if isinstance(saved, UnmanagedTensor) or policy is None:
+            assert isinstance(saved, UnmanagedTensor)
+            require_unchanged(saved.alias, saved.version)
+            self._guard.hand_over(saved.alias, 1)
             return saved.alias
         with self._lock:
             saved_storage = saved.saved_storage
-            _require_unchanged(saved_storage.witness, saved.version)
+            require_unchanged(saved_storage.witness, saved.version)
             policy.begin_use(saved_storage)
             tensor = saved_storage.tensor_for(saved)
             policy.end_use(saved_storage)
@@ -138,7 +138,7 @@ class OffloadEngine:
             if recorded is not None:
                 recorded.append((storage_key(tensor), saved, policy))
             if saved_storage.is_original:
-                self._share(tensor, saved_storage.owner_count(tensor))
+                self._guard.hand_over(tensor, saved_storage.owner_count(tensor))
             elif saved.view is not None:
                 offset = int(tensor.storage_offset()) * tensor.element_size()
                 self._storages.add_copy(tensor, saved_storage.storage, saved.view.start - offset)
@@ -178,44 +178,6 @@ class OffloadEngine:
                     return True
         return False
 
-    def _share(self, tensor: Tensor, known_owners: int) -> None:
-        """Hold a tensor that backward gets, if code outside of the engine holds its memory, too.
-
-        Args:
-            tensor: Tensor that backward gets.
-            known_owners: Number of tensors over the memory that the engine itself holds.
-        """
-        if has_storage(tensor) and storage_owner_count(tensor) > known_owners:
-            self._shared.setdefault(storage_key(tensor), tensor)
-
-    def _unshared_gradient(self, gradient: Tensor | None) -> Tensor | None:
-        """Return a clone of a parameter's gradient that shares memory with a saved tensor, or None.
-
-        A custom function may return a tensor that it has saved. Under hooks autograd takes it for a
-        new tensor, and makes it `.grad`. Clipping, the optimizer or DDP would then write to the
-        saved tensor, even to a weight.
-        """
-        if gradient is None or not self._shared or not has_storage(gradient):
-            return None
-        return gradient.clone() if storage_key(gradient) in self._shared else None
-
-
-class _UnmanagedTensor:
-    """Handle of a saved tensor that the engine leaves alone.
-
-    Attributes:
-        alias: Detached alias that shares the tensor's version counter. The tensor itself refers to
-            its node in the graph. If a node saved its own output, it would therefore hold itself,
-            and would never be freed.
-        version: Version of the tensor when it was saved.
-    """
-
-    __slots__ = ("alias", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.alias = tensor.detach()
-        self.version = version_of(self.alias)
-
 
 class _Packed:
     """Object that autograd holds: the handle of a saved tensor, and the policy that placed it.
@@ -225,21 +187,5 @@ class _Packed:
 
     __slots__ = ("policy", "saved")
 
-    def __init__(self, saved: SavedTensor | _UnmanagedTensor, policy: OffloadPolicy | None) -> None:
+    def __init__(self, saved: SavedTensor | UnmanagedTensor, policy: OffloadPolicy | None) -> None:
         self.saved, self.policy = saved, policy
-
-
-def _require_unchanged(tensor: Tensor, version: int) -> None:
-    """Check that a tensor was not changed in place since it was saved.
-
-    Autograd does not check versions itself where hooks replace saved tensors.
-
-    Raises:
-        RuntimeError: If it was changed. The text is that of autograd's own error.
-    """
-    now = version_of(tensor)
-    if now != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: it is at version {now}; expected version {version} instead."
-        )

@@ -10,17 +10,14 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from lightning_dlres.core._compat import (
-    is_wrapped,
-    is_zeros_without_memory,
     shares_counter,
     storage_key,
     storage_reference,
 )
+from lightning_dlres.core.saved_tensors import has_storage
 from lightning_dlres.memory.execute.spans import ByteSpan
 
 if TYPE_CHECKING:
@@ -93,20 +90,6 @@ class SeenStorage:
         else:
             references[:] = [reference for reference in references if reference() is not None]
             references.append(weakref.ref(saved_storage))
-
-
-def has_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory that can be copied byte for byte."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not tensor.is_nested
-        and not is_lazy(tensor)
-        and not is_wrapped(tensor)
-        and not is_zeros_without_memory(tensor)
-        and not tensor.is_quantized
-        and tensor.numel() > 0
-    )
 
 
 class SeenStorages:
