@@ -197,6 +197,40 @@ class ChangeDetector:
         return self._witness._version
 
 
+# Torch's descriptor behind the attribute `data` of a tensor; it has no other name.
+_DATA: Any = Tensor.data
+
+
+def data_of(parameter: nn.Parameter) -> Tensor:
+    """Return `parameter.data`, without a note in `data_reads`."""
+    data: Tensor = _DATA.__get__(parameter)
+    return data
+
+
+@contextmanager
+def data_reads(note: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Context manager that calls a function with each parameter whose attribute `data` is read.
+
+    The attribute is an alias without the parameter's version counter. Torch has no way to learn of
+    changes through it. A mode for torch functions would see the reads, too, but modules such as
+    `nn.MultiheadAttention` compute in another way under one.
+    """
+    before = nn.Parameter.__dict__.get("data")
+
+    def read(parameter: nn.Parameter) -> Tensor:
+        note(parameter)
+        return data_of(parameter)
+
+    nn.Parameter.data = property(read, _DATA.__set__)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del nn.Parameter.data
+        else:
+            nn.Parameter.data = before
+
+
 def version_of(tensor: Tensor) -> int:
     """Return the number of in-place changes of a tensor, through any of its views.
 

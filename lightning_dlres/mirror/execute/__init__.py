@@ -1,0 +1,1 @@
+"""Engine of the mirror: follows the plan."""

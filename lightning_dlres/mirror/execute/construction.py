@@ -1,0 +1,49 @@
+"""Construction of a model whose parameters go to a file as soon as each one is made.
+
+Modules make a parameter, register it, and then write its initial values. So the values are those
+of plain construction, and not even one whole layer has to fit into memory twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+
+from lightning_dlres.mirror.execute.region import MirrorRegion
+
+# Smaller parameters stay in memory: a mapped file takes whole pages.
+_LEAST_BYTES = 1 << 16
+
+
+@contextmanager
+def constructing(directory: Path) -> Iterator[None]:
+    """Context manager in which new parameters lie in a file, each in its own.
+
+    Args:
+        directory: Directory of the files. They have no names, and end with their parameters.
+    """
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        is_plain = type(parameter) is nn.Parameter and not is_lazy(parameter)
+        if parameter is None or not is_plain or parameter.device.type != "cpu":
+            return
+        nbytes = parameter.numel() * parameter.element_size()
+        storage = parameter.untyped_storage()
+        # A parameter that is registered a second time lies in its file already.
+        if nbytes < _LEAST_BYTES or not storage.resizable() or parameter.layout != torch.strided:
+            return
+        place = MirrorRegion(nbytes, directory).tensor(0, parameter.detach())
+        place.copy_(parameter.detach())
+        parameter.data = place
+
+    handle = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()

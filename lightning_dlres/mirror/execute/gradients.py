@@ -1,0 +1,71 @@
+"""Gradients that leave the device as soon as backward has made them.
+
+A gradient goes to its place in the mirror. Or, if nothing needs it any more, its layer is updated
+at once and the gradient is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class GradientHooks:
+    """Hooks that get each gradient when backward has computed it.
+
+    A gradient of another kind than its place (sparse, or part of a graph) stays where it is.
+
+    Args:
+        places: Place of each parameter's gradient.
+        arrived: Called with the parameter when its gradient is there. It returns the unit whose
+            gradients are complete, or None.
+        update: Updates a unit.
+
+    Attributes:
+        is_layerwise: True if units are updated in backward, as soon as their gradients are
+            complete.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[nn.Parameter, Tensor],
+        arrived: Callable[[nn.Parameter], int | None],
+        update: Callable[[int], None],
+    ) -> None:
+        self._places, self._arrived, self._update = places, arrived, update
+        self._handles: dict[nn.Parameter, RemovableHandle] = {}
+        self.is_layerwise = False
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Attach the hooks to parameters that have none yet and need gradients."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._handles:
+                handle = parameter.register_post_accumulate_grad_hook(self._receive)
+                self._handles[parameter] = handle
+
+    def close(self) -> None:
+        """Remove the hooks. Gradients stay in the mirror."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _receive(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        if not self.is_layerwise:
+            self._move(parameter)
+        unit = self._arrived(parameter)
+        if unit is not None and self.is_layerwise:
+            self._update(unit)
+
+    def _move(self, parameter: nn.Parameter) -> None:
+        gradient, place = parameter.grad, self._places.get(parameter)
+        # Autograd adds to a gradient that is in its place already.
+        if gradient is None or place is None or gradient is place:
+            return
+        is_plain = gradient.layout is torch.strided and not gradient.requires_grad
+        if is_plain and gradient.dtype == place.dtype:
+            place.copy_(gradient)
+            parameter.grad = place

@@ -1,0 +1,140 @@
+"""Optimizer history in the mirror.
+
+An optimizer makes its history in its first step, in new memory. That step is taken unit by unit,
+and each unit's history moves to its place at once. So only one unit's history is outside of the
+mirror at a time. Later steps are the optimizer's own, and work on the mirror in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dlres.mirror.profile.history import (
+    history_of,
+    is_per_parameter,
+    use_fused_kernels,
+)
+from lightning_dlres.mirror.profile.units import ParameterUnit
+
+
+class HistoryInMirror:
+    """Optimizer whose history lies in the mirror.
+
+    Args:
+        optimizer: The optimizer.
+        units: Units of the model.
+        places: Place of each tensor of the history, by parameter and key of its state.
+        wants_fused: True to use the optimizer's fused kernel, if its gradients allow it.
+        before_step: Called when the gradients of a step are there, before the optimizer uses them.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        units: Sequence[ParameterUnit],
+        places: Mapping[nn.Parameter, Mapping[str, Tensor]],
+        *,
+        wants_fused: bool,
+        before_step: Callable[[], None],
+    ) -> None:
+        self._optimizer, self._units, self._places = optimizer, units, places
+        self._wants_fused, self._prepare = wants_fused, before_step
+        self._handles: list[RemovableHandle] = []
+        # Gradients that the optimizer must not see again in the step that is running.
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        self._move(places)
+        if is_per_parameter(optimizer):
+            self._handles = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_load_state_dict_post_hook(self._after_load),
+            ]
+
+    def close(self) -> None:
+        """Remove the hooks. The history stays in the mirror."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make the gradients of the step, and update parameters without history, unit by unit."""
+        # The first argument is the optimizer itself.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = args[:1], {"closure": lambda: loss}
+        self._prepare()
+        if self._wants_fused:
+            self._wants_fused = False
+            # Fused kernels take no sparse gradients, and only a step shows the kind of gradients.
+            gradients = [p.grad for p in self._places if p.grad is not None]
+            if all(gradient.layout is torch.strided for gradient in gradients):
+                use_fused_kernels(optimizer)
+        for unit in self._units:
+            new = [
+                p
+                for p in unit.parameters
+                if p in self._places and p not in optimizer.state and p.grad is not None
+            ]
+            self._hidden += [(p, p.grad) for p in new if p.grad is not None]
+            self.update(new)
+        return args, kwargs
+
+    def update(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Update parameters now, and remove their gradients.
+
+        Another thread may call it, while this one neither calls it nor uses these parameters.
+        """
+        own = [p for p in parameters if p in self._places and p.grad is not None]
+        if own:
+            self._step(own)
+            self._move(own)
+        for parameter in own:
+            parameter.grad = None
+
+    def _step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let a copy of the optimizer, with the same states, update some parameters.
+
+        Hooks of the optimizer do not run.
+        """
+        chosen, kind = set(parameters), type(self._optimizer)
+        # `copy.copy` would leave out attributes, such as the scale that a loss scaler sets.
+        optimizer = kind.__new__(kind)
+        vars(optimizer).update(vars(self._optimizer))
+        groups = [
+            {**group, "params": [p for p in group["params"] if p in chosen]}
+            for group in self._optimizer.param_groups
+        ]
+        optimizer.param_groups = [group for group in groups if group["params"]]
+        # The function below torch's wrapper, which calls hooks and the profiler.
+        kind.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+
+    def _after_step(self, *args: Any) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+    def _after_load(self, *args: Any) -> None:
+        self._move(self._places)
+
+    def _move(self, parameters: Any) -> None:
+        """Move the history of parameters to its places."""
+        for parameter in parameters:
+            places = self._places.get(parameter, {})
+            state = self._optimizer.state.get(parameter, {})
+            for key, tensor in history_of(state).items():
+                place = places.get(key)
+                if place is None or tensor is place:
+                    continue
+                if place.shape == tensor.shape and place.dtype == tensor.dtype:
+                    place.copy_(tensor)
+                    state[key] = place

@@ -1,0 +1,50 @@
+"""Host memory, pinned memory or a file, with the tensors of a `RegionTable`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_dlres.core.host.slab import Slab
+
+
+class MirrorRegion:
+    """Memory of a mirror.
+
+    Args:
+        nbytes: Size in bytes.
+        directory: Directory of a mapped file with the bytes; None: host memory.
+        pinned: Lock the memory, so that a GPU copies asynchronously.
+
+    Raises:
+        ConfigError: If the directory is not writable or has too little space, or if CUDA cannot
+            lock the memory.
+    """
+
+    def __init__(self, nbytes: int, directory: Path | None = None, pinned: bool = False) -> None:
+        self.nbytes = nbytes
+        # An array, which keeps the slab alive as long as a tensor lies over its memory.
+        self._memory = Slab(nbytes, directory, pinned).data.numpy()
+
+    def tensor(self, offset: int, like: Tensor) -> Tensor:
+        """Return the tensor at an offset, with the dtype, shape and strides of another one.
+
+        It has a storage of its own over a part of the region. `torch.save` would write the whole
+        region if all tensors shared one storage.
+
+        Args:
+            offset: First byte, aligned.
+            like: Dense tensor without overlaps.
+        """
+        if not like.numel():
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        flat = torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=offset)
+        return flat.as_strided(like.shape, like.stride())
+
+    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
+        """Return uint8[nbytes] at an offset."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)

@@ -1,0 +1,220 @@
+"""Streaming of parameters to the device, around each call of a module and in backward.
+
+Outside of these, a parameter's data is its value in the mirror. So the optimizer, clipping,
+checkpoints and callbacks work on the mirror, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.core._compat import (
+    data_of,
+    storage_owner_count,
+    version_of,
+    version_witness,
+)
+from lightning_dlres.core.saved_tensors import Restore, require_unchanged
+from lightning_dlres.mirror.execute.window import DeviceCopy, Window
+from lightning_dlres.mirror.profile.units import ParameterUnit
+
+
+class UseObserver(Protocol):
+    """Observer of the uses of units in a step; it decides what is on the device."""
+
+    def begin(self, unit: int) -> None:
+        """Observe that a use of a unit begins, in a call or in backward; its parameters are
+        required next."""
+
+    def end(self, unit: int) -> None:
+        """Observe that a use of a unit has ended."""
+
+
+class ParameterStreaming:
+    """Exchange of the parameters' data: on the device during a use, in the mirror otherwise.
+
+    Args:
+        units: All units.
+        values: Values of each unit's parameters in the mirror.
+        window: Copies on the device.
+        observer: Observer of the uses.
+
+    Attributes:
+        observer: See above; it may be changed between steps.
+        unit_of: Unit of each parameter.
+        forbids_late_uses: True if units are updated as soon as their gradients are complete.
+        late_uses: Units that backward has used after their last gradient, in any step so far. An
+            update of such a unit amid backward would change values that are still needed.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[ParameterUnit],
+        values: Sequence[Sequence[Tensor]],
+        window: Window,
+        observer: UseObserver,
+    ) -> None:
+        self._units, self._values, self._window = units, values, window
+        self.observer = observer
+        self.unit_of = {p: index for index, unit in enumerate(units) for p in unit.parameters}
+        # Calls that use a unit and have not returned.
+        self._calls = [0] * len(units)
+        # Units that backward uses, with the number of gradients that are still to come.
+        self._gradients_to_come: dict[int, int] = {}
+        # Units whose gradients are all there, and those that backward has used after that.
+        self._is_complete: set[int] = set()
+        self.late_uses: set[int] = set()
+        self.forbids_late_uses = False
+        # Units whose values other code may change without a trace, through `parameter.data`.
+        self._exposed: set[int] = set()
+        # Units with a parameter whose data other code has replaced.
+        self._replaced: set[int] = set()
+
+    def start(self) -> None:
+        """Start a step: nothing on the device is up to date."""
+        self._exposed.clear()
+        self._gradients_to_come.clear()
+        self._is_complete.clear()
+        self._window.drop_all()
+        for unit in tuple(self._replaced):
+            self._take_back(unit)
+
+    def enter(self, unit: int) -> None:
+        """Bring a unit to the device for a call, unless a call has brought it there."""
+        self._calls[unit] += 1
+        if self._calls[unit] > 1:
+            return
+        if self._is_replaced(unit):
+            return
+        if unit in self._exposed:
+            self._window.drop(unit)
+        if unit not in self._gradients_to_come:
+            self.observer.begin(unit)
+        copy = self._window.require(unit)
+        self._window.hold(unit)
+        for parameter, view in zip(self._units[unit].parameters, copy.views, strict=True):
+            parameter.data = view
+
+    def leave(self, unit: int) -> None:
+        """Return a unit to the mirror at the end of a call."""
+        self._calls[unit] -= 1
+        if self._calls[unit] or unit in self._replaced:
+            return
+        # A method of its own: no local of it may hold a view when the copy is dropped.
+        self._return_to_mirror(unit)
+        self._window.let_go(unit)
+        if unit not in self._gradients_to_come:
+            self.observer.end(unit)
+
+    def _return_to_mirror(self, unit: int) -> None:
+        """Let the parameters have their values in the mirror again as their data."""
+        copy = self._window.require(unit)
+        states = zip(
+            self._units[unit].parameters,
+            copy.views,
+            self._values[unit],
+            copy.versions,
+            strict=True,
+        )
+        for parameter, view, value, version in states:
+            data = data_of(parameter)
+            is_changed = version_of(parameter) != version or data.data_ptr() != view.data_ptr()
+            if is_changed or unit in self._exposed:
+                # The module has changed its own parameter, or may have.
+                value.copy_(data)
+            parameter.data = value
+
+    def expose(self, parameter: nn.Parameter) -> None:
+        """Note that code reads `parameter.data`, and may change it without a trace."""
+        unit = self.unit_of.get(parameter)
+        if unit is not None:
+            self._exposed.add(unit)
+
+    def claim(self, tensor: Tensor) -> Restore | None:
+        """Return the function that restores a saved tensor over a copy on the device, or None."""
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            return None
+        unit = self._window.unit_at(tensor)
+        if unit is None:
+            return None
+        witness, version = version_witness(tensor), version_of(tensor)
+        dtype, shape, stride = tensor.dtype, tensor.shape, tensor.stride()
+        offset = tensor.storage_offset()
+
+        def restore() -> Tensor:
+            require_unchanged(witness, version)
+            memory = self._use_in_backward(unit).memory
+            return memory.view(dtype).as_strided(shape, stride, offset)
+
+        return restore
+
+    def gradient_arrived(self, parameter: nn.Parameter) -> int | None:
+        """Observe that backward has computed a parameter's gradient.
+
+        Returns:
+            The parameter's unit, if this was the last of its gradients; otherwise None.
+        """
+        unit = self.unit_of[parameter]
+        to_come = self._gradients_to_come.get(unit)
+        if to_come is None:
+            return None
+        if to_come > 1:
+            self._gradients_to_come[unit] = to_come - 1
+            return None
+        del self._gradients_to_come[unit]
+        self._is_complete.add(unit)
+        if not self._calls[unit]:
+            self.observer.end(unit)
+        return unit
+
+    def _use_in_backward(self, unit: int) -> DeviceCopy:
+        """Return the copy of a unit for backward, which uses it until its gradients are there."""
+        if unit not in self._gradients_to_come:
+            if unit in self._is_complete:
+                self._note_late_use(unit)
+            parameters = self._units[unit].parameters
+            self._gradients_to_come[unit] = sum(p.requires_grad for p in parameters)
+            if not self._calls[unit]:
+                self.observer.begin(unit)
+        return self._window.require(unit)
+
+    def _note_late_use(self, unit: int) -> None:
+        """Note that backward uses a unit after its last gradient.
+
+        Raises:
+            RuntimeError: If the unit was updated then.
+        """
+        self.late_uses.add(unit)
+        if self.forbids_late_uses:
+            raise RuntimeError(
+                f"backward needs a parameter of {self._units[unit].name or 'the model'!r} after "
+                "its gradients are complete, and it was updated then. Set "
+                "ParameterMirror(update='after_backward')."
+            )
+
+    def _is_replaced(self, unit: int) -> bool:
+        """Return True if other code has given a parameter of a unit another tensor as its data.
+
+        Such a unit does not stream. Its values in the mirror stay, since that code may have kept
+        them to put them back.
+        """
+        pairs = zip(self._units[unit].parameters, self._values[unit], strict=True)
+        if any(data_of(parameter).data_ptr() != value.data_ptr() for parameter, value in pairs):
+            self._replaced.add(unit)
+            self._window.drop(unit)
+        else:
+            self._replaced.discard(unit)
+        return unit in self._replaced
+
+    def _take_back(self, unit: int) -> None:
+        """Move replaced data to the mirror, where no other code has kept the values there."""
+        for parameter, value in zip(self._units[unit].parameters, self._values[unit], strict=True):
+            data = data_of(parameter)
+            if data.data_ptr() != value.data_ptr() and storage_owner_count(value) == 1:
+                value.copy_(data)
+                parameter.data = value
+        self._is_replaced(unit)

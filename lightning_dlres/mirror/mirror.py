@@ -1,0 +1,343 @@
+"""Mirror of a model: host memory for all that training keeps, and a window of it on the device."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dlres.core._compat import data_reads, storage_owner_count
+from lightning_dlres.core.saved_tensors import claiming
+from lightning_dlres.core.units import format_bytes, format_seconds
+from lightning_dlres.mirror.config import AUTO, MirrorConfig
+from lightning_dlres.mirror.execute.fetching import Fetcher, ThreadFetcher
+from lightning_dlres.mirror.execute.gradients import GradientHooks
+from lightning_dlres.mirror.execute.module_hooks import hook_modules
+from lightning_dlres.mirror.execute.optimizer_history import HistoryInMirror
+from lightning_dlres.mirror.execute.policies import PlannedWindow, ProfiledWindow
+from lightning_dlres.mirror.execute.region import MirrorRegion
+from lightning_dlres.mirror.execute.saved_tensors import ParameterHooks
+from lightning_dlres.mirror.execute.streaming import ParameterStreaming
+from lightning_dlres.mirror.execute.update_thread import UpdateThread
+from lightning_dlres.mirror.execute.window import Window
+from lightning_dlres.mirror.plan.region_table import Kind, RegionItem, RegionTable, make_table
+from lightning_dlres.mirror.plan.window_plan import WindowPlan, choose_window, plan_window
+from lightning_dlres.mirror.profile.history import (
+    is_per_parameter,
+    planned_history,
+)
+from lightning_dlres.mirror.profile.step_profile import FetchCost, MirrorProfile
+from lightning_dlres.mirror.profile.units import ParameterUnit, find_units, units_by_module
+
+# Speed of copies if none was measured, in bytes per second.
+_UNMEASURED_SPEED = 1e9
+
+
+class Mirror:
+    """Mirror of one model.
+
+    All parameters, gradients and optimizer histories move to one region of host memory. The
+    parameters of a layer are on the device only around its use.
+
+    Args:
+        model: The model.
+        optimizers: Optimizers of its parameters; none for evaluation.
+        config: Options.
+        device: Device that computes.
+
+    Attributes:
+        units: Units of the model.
+        table: Table of the region.
+        aliased: Names of the parameters whose former memory other tensors use, too. Those tensors
+            do not see updates any more.
+        window: Copies on the device.
+        is_open: False once it was closed.
+        profile: Profile of the latest measured training step; None before it.
+        plan: Latest plan of a training step; None before it.
+        step_seconds: Measured forward and backward of each training step that followed a plan.
+
+    Raises:
+        ConfigError: If a parameter cannot be moved, or the disk has too little space.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        config: MirrorConfig,
+        device: torch.device,
+    ) -> None:
+        self._model, self._config, self._optimizers = model, config, optimizers
+        self.units = find_units(model)
+        histories = [planned_history(optimizer) for optimizer in optimizers]
+        self.table = _table(self.units, histories)
+        self._region = MirrorRegion(
+            self.table.nbytes, config.directory(), pinned=device.type == "cuda"
+        )
+        places = self._places(histories)
+        self.aliased: list[str] = []
+        values = self._move_parameters(places)
+        self._fetcher: Fetcher = ThreadFetcher()
+        self.window = Window(
+            self.units,
+            self._unit_memories(places),
+            self._fetcher,
+            device,
+            limit=config.limit(),
+            next_use=lambda unit: self._policy.next_use(unit),
+        )
+        self._policy: ProfiledWindow | PlannedWindow = ProfiledWindow(self.window)
+        self._streaming = ParameterStreaming(self.units, values, self.window, self._policy)
+        needed = units_by_module(model, self.units)
+        self._handles = hook_modules(needed, self._streaming)
+        self._gradients = GradientHooks(
+            {p: places["gradient", n] for _, n, p in self._named() if ("gradient", n) in places},
+            self._streaming.gradient_arrived,
+            self._start_update,
+        )
+        self._updates = UpdateThread(self._update)
+        self._histories = [
+            HistoryInMirror(
+                optimizer,
+                self.units,
+                self._history_places(history, places),
+                wants_fused=config.fused,
+                before_step=self._updates.wait,
+            )
+            for optimizer, history in zip(optimizers, histories, strict=True)
+        ]
+        self._saved_tensors = ParameterHooks()
+        # Plans by the key of a step, and the number of steps that were measured.
+        self._plans: dict[Hashable, WindowPlan] = {}
+        self._measured: dict[Hashable, int] = {}
+        self.is_open = True
+        self._has_idle_processor = False
+        self.profile: MirrorProfile | None = None
+        self.plan: WindowPlan | None = None
+        self.step_seconds: list[float] = []
+
+    @contextmanager
+    def step(
+        self, key: Hashable, *, is_training: bool = True, is_free: bool = False
+    ) -> Iterator[None]:
+        """Context manager for one step: forward, and backward where there is one.
+
+        Hooks on saved tensors of other engines may be inside, if they ask `claimed` first.
+
+        Args:
+            key: Steps with equal keys should use the units in the same order.
+            is_training: True if `plan` and `profile` should be those of this step.
+            is_free: True if no other code needs the gradients of this step between backward and
+                the update, and the update follows. Units are then updated in backward.
+        """
+        self._streaming.start()
+        plan = self._plans.get(key)
+        self.window.limit = self._config.limit() if plan is None else self._limit_of(plan)
+        self._policy = (
+            ProfiledWindow(self.window) if plan is None else PlannedWindow(self.window, plan)
+        )
+        self._streaming.observer = self._policy
+        self.window.fetch_times.clear()
+        is_layerwise = is_free and plan is not None and self.may_be_layerwise
+        self._gradients.is_layerwise = self._streaming.forbids_late_uses = is_layerwise
+        self._has_idle_processor = torch.get_num_threads() < len(os.sched_getaffinity(0))
+        self._gradients.attach(self._model.parameters())
+        with ExitStack() as stack:
+            stack.enter_context(claiming(self._streaming))
+            stack.enter_context(data_reads(self._streaming.expose))
+            stack.enter_context(self._saved_tensors.hooks(self._model.parameters()))
+            try:
+                yield
+            finally:
+                self._updates.wait()
+        self._learn(key, plan, is_training)
+
+    @property
+    def may_be_layerwise(self) -> bool:
+        """True if the optimizer and the model allow an update amid backward."""
+        return (
+            len(self._optimizers) == 1
+            and is_per_parameter(self._optimizers[0])
+            and not self._streaming.late_uses
+        )
+
+    def close(self) -> None:
+        """Remove all hooks. Parameters, gradients and history stay in the mirror."""
+        self.is_open = False
+        for handle in self._handles:
+            handle.remove()
+        self._gradients.close()
+        for history in self._histories:
+            history.close()
+        self.window.close()
+        self._updates.close()
+
+    def summary(self) -> str:
+        """Return one line with the plan and the measurements."""
+        line = (
+            f"dlres mirror: {format_bytes(self.table.nbytes)} in host memory; parameters on the "
+            f"device at most {format_bytes(self.window.peak_bytes)} of "
+            f"{format_bytes(self.table.bytes_of('parameter'))}"
+        )
+        if self.plan is None or not self.step_seconds:
+            return line + "; no step followed a plan."
+        return (
+            f"{line}, {format_bytes(self.plan.peak_bytes)} planned; forward and backward "
+            f"{format_seconds(statistics.median(self.step_seconds))}, "
+            f"{format_seconds(self.plan.seconds)} planned."
+        )
+
+    def report(self) -> str:
+        """Return the summary, and the tables of the region and of the plan, as Markdown."""
+        tables = [self.table.table()]
+        if self.plan is not None:
+            tables.append(self.plan.table())
+        blocks = "\n\n".join(f"```\n{table}\n```" for table in tables)
+        return f"{self.summary()}\n\n{blocks}"
+
+    def _learn(self, key: Hashable, plan: WindowPlan | None, is_training: bool) -> None:
+        """Make a plan from the step that has ended, if there is none that fits it."""
+        record = self._policy.record
+        gaps = record.gaps()
+        self.window.drop_all()
+        if isinstance(self._policy, PlannedWindow):
+            assert plan is not None
+            if len(record.events) == len(plan.events) and self._policy.is_followed:
+                if is_training:
+                    self.step_seconds.append(record.seconds())
+            else:
+                # The order has changed: measure again.
+                del self._plans[key]
+                self._measured[key] = 0
+            return
+        self._measured[key] = self._measured.get(key, 0) + 1
+        if self._measured[key] < self._config.profile_steps or not record.events:
+            return
+        profile = MirrorProfile(
+            nbytes=tuple(unit.nbytes for unit in self.units),
+            events=tuple(record.events),
+            gaps=gaps,
+            fetch=fetch_cost(self.window.fetch_times),
+        )
+        is_auto = self._config.window == AUTO
+        plan = choose_window(profile) if is_auto else plan_window(profile, self._config.limit())
+        self._plans[key] = plan
+        if is_training:
+            self.profile, self.plan = profile, plan
+
+    def _start_update(self, unit: int) -> None:
+        """Update a unit whose gradients are complete, beside backward if a processor is idle."""
+        if self._has_idle_processor:
+            self._updates.start(unit)
+        else:
+            self._update(unit)
+
+    def _update(self, unit: int) -> None:
+        for history in self._histories:
+            history.update(self.units[unit].parameters)
+
+    def _limit_of(self, plan: WindowPlan) -> float:
+        """Return the limit under which a plan is followed."""
+        return plan.peak_bytes if self._config.window == AUTO else self._config.limit()
+
+    def _named(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        for index, unit in enumerate(self.units):
+            for name, parameter in zip(unit.names, unit.parameters, strict=True):
+                yield index, name, parameter
+
+    def _places(
+        self, histories: Sequence[dict[nn.Parameter, dict[str, Tensor]]]
+    ) -> dict[tuple[Kind, str], Tensor]:
+        """Return the tensors in the region, by kind and name."""
+        like: dict[tuple[Kind, str], Tensor] = {}
+        for _, name, parameter in self._named():
+            like["parameter", name] = like["gradient", name] = parameter.detach()
+            for history in histories:
+                for key, tensor in history.get(parameter, {}).items():
+                    like["history", f"{name}/{key}"] = tensor
+        return {
+            (item.kind, item.name): self._region.tensor(offset, like[item.kind, item.name])
+            for item, offset in zip(self.table.items, self.table.offsets, strict=True)
+        }
+
+    def _move_parameters(self, places: dict[tuple[Kind, str], Tensor]) -> list[list[Tensor]]:
+        """Move the parameters, and gradients that exist, to their places; return the values."""
+        values: list[list[Tensor]] = [[] for _ in self.units]
+        for index, name, parameter in self._named():
+            storage = parameter.untyped_storage()
+            if storage.resizable() and storage_owner_count(parameter) > 1:
+                self.aliased.append(name)
+            value = places["parameter", name]
+            value.copy_(parameter.detach())
+            gradient, place = parameter.grad, places.get(("gradient", name))
+            parameter.grad = None
+            parameter.data = value
+            if gradient is not None and place is not None and gradient.dtype == place.dtype:
+                place.copy_(gradient)
+                gradient = place
+            parameter.grad = gradient
+            values[index].append(value)
+        return values
+
+    def _unit_memories(self, places: dict[tuple[Kind, str], Tensor]) -> list[Tensor]:
+        """Return the parameters of each unit in the region, uint8[nbytes] each."""
+        offsets = {item.name: offset for item, offset in self.table.places("parameter")}
+        return [self._region.bytes_at(offsets[unit.names[0]], unit.nbytes) for unit in self.units]
+
+    def _history_places(
+        self,
+        history: dict[nn.Parameter, dict[str, Tensor]],
+        places: dict[tuple[Kind, str], Tensor],
+    ) -> dict[nn.Parameter, dict[str, Tensor]]:
+        names = {parameter: name for _, name, parameter in self._named()}
+        return {
+            parameter: {key: places["history", f"{names[parameter]}/{key}"] for key in tensors}
+            for parameter, tensors in history.items()
+            if parameter in names
+        }
+
+
+def fetch_cost(times: Sequence[tuple[int, float]]) -> FetchCost:
+    """Return the cost of copies from measured ones, each as bytes and seconds.
+
+    The fixed time is that of the fastest copy, without its bytes at the mean speed of all.
+    """
+    nbytes, seconds = sum(n for n, _ in times), sum(s for _, s in times)
+    if not nbytes or not seconds:
+        return FetchCost(fixed_seconds=0.0, bytes_per_second=_UNMEASURED_SPEED)
+    speed = nbytes / seconds
+    fixed = max(min(s - n / speed for n, s in times), 0.0)
+    return FetchCost(fixed_seconds=fixed, bytes_per_second=speed)
+
+
+def _table(
+    units: Sequence[ParameterUnit],
+    histories: Sequence[dict[nn.Parameter, dict[str, Tensor]]],
+) -> RegionTable:
+    items = []
+    for index, unit in enumerate(units):
+        for name, parameter in zip(unit.names, unit.parameters, strict=True):
+            items.append(_item("parameter", index, name, parameter))
+            if parameter.requires_grad:
+                items.append(_item("gradient", index, name, parameter))
+            for history in histories:
+                items += [
+                    _item("history", index, f"{name}/{key}", tensor)
+                    for key, tensor in history.get(parameter, {}).items()
+                ]
+    return make_table(items)
+
+
+def _item(kind: Kind, unit: int, name: str, tensor: Tensor) -> RegionItem:
+    return RegionItem(
+        kind=kind,
+        unit=unit,
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        nbytes=tensor.numel() * tensor.element_size(),
+    )
