@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_dlres.callbacks import ActivationOffload, ResourceReport
+from lightning_dlres.callbacks import ActivationOffload, ParameterMirror, ResourceReport
 from lightning_dlres.codecs import register as register_codec
 from lightning_dlres.core.errors import (
     BatchMismatchError,
@@ -50,6 +50,7 @@ __all__ = [
     "MemoryPrecision",
     "MomentumSync",
     "OneBitAdam",
+    "ParameterMirror",
     "PeerError",
     "PeerLostError",
     "PeerTimeoutError",

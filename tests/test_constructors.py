@@ -140,6 +140,17 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "exact": {"true"},
         },
     ),
+    "ParameterMirror": (
+        dlres.ParameterMirror,
+        {},
+        {
+            "window": {"digits", "zero"},
+            "disk": {"none", *PATH},
+            "update": set(),
+            "profile_steps": set(),
+            "fused": {"true"},
+        },
+    ),
     "MemoryPrecision": (dlres.MemoryPrecision, {}, {"precision": set()}),
     "ResourceReport": (dlres.ResourceReport, {}, {"dir": {"none", *PATH}}),
     "Device": (

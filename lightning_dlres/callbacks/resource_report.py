@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_dlres.callbacks.gathering import GatheredSpans, gather, last_steps
 from lightning_dlres.callbacks.offloading import memory_report
+from lightning_dlres.callbacks.parameter_mirror import mirror_report
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Span, write_chrome_trace
 from lightning_dlres.core.units import format_seconds
@@ -158,7 +159,7 @@ class ResourceReport(Callback):
 
     def _report(self, trainer: Trainer) -> None:
         strategy, spans = trainer.strategy, self._spans
-        self._memory = memory_report(trainer)
+        self._memory, self._mirror = memory_report(trainer), mirror_report(trainer)
         sections = None
         if isinstance(strategy, ReportsRun):
             run = MeasuredRun(
@@ -206,6 +207,8 @@ class ResourceReport(Callback):
             summary, plan_text, picture = self._memory
             text += f"\n## Memory\n\n{summary}\n\n![memory]({MEMORY_PICTURE})\n\n{plan_text}\n"
             pictures[MEMORY_PICTURE] = picture
+        if self._mirror is not None:
+            text += f"\n## Parameter mirror\n\n{self._mirror}\n"
         location = "no files with fast_dev_run"
         if self._directory is not None:
             names = sections.rank_names

@@ -1,0 +1,312 @@
+"""Callback that keeps parameters, gradients and optimizer history in host memory."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
+
+from lightning_dlres.callbacks.offloading import MemoryBudget
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.mirror.config import AUTO, MirrorConfig
+from lightning_dlres.mirror.execute.construction import constructing
+from lightning_dlres.mirror.mirror import Mirror
+
+# Key of training steps.
+_TRAINING = "training"
+# Hooks of modules and callbacks that run between backward and the update.
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+
+
+class ParameterMirror(Callback):
+    """Callback that trains models whose parameters and optimizer exceed the device's memory.
+
+    All parameters, gradients and optimizer histories lie in one region of host memory, or in a file
+    on a local disk. Optimizers update them there, in place. The device has only a window of layers:
+    the parameters of a layer come just before it runs, in forward and in backward, and its
+    gradients leave as soon as they are made. The first steps learn the order of the layers and
+    their times; a plan then fetches each layer ahead of its use.
+
+    Gradients and weights are bitwise equal to those of plain training with the same optimizer.
+
+    Args:
+        window: Bytes of parameters on the device at once; "auto" for the smallest window whose step
+            is predicted to be as short as with any, and "min" for one layer at a time.
+        disk: Directory on a fast local disk, for a file that holds the region. None: host memory.
+        update: "auto" updates each layer in backward, as soon as its gradients are complete, if
+            neither clipping, a loss scaler nor a hook needs all gradients at once.
+            "after_backward" always waits for the end of backward.
+        profile_steps: Steps that are measured before a plan is made.
+        fused: Let `SGD`, `Adam`, `AdamW` and `Adagrad` of torch use their fused kernels, where you
+            have chosen neither `fused` nor `foreach`.
+
+    Raises:
+        ConfigError: If an argument has a bad value; when training or evaluation starts, if the
+            strategy is not for a single device, or a parameter cannot be moved.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int | str = "auto",
+        disk: str | Path | None = None,
+        update: Literal["auto", "after_backward"] = "auto",
+        profile_steps: int = 2,
+        fused: bool = True,
+    ) -> None:
+        super().__init__()
+        self._config = MirrorConfig(
+            window=window, disk=disk, update=update, profile_steps=profile_steps, fused=fused
+        )
+        self.mirror: Mirror | None = None
+        # True if nothing needs gradients between backward and the update.
+        self._is_free = False
+        # Context of the step that has begun and not ended.
+        self._open_step: ExitStack | None = None
+        # Context in which the model is made.
+        self._construction = ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The state of a run cannot be pickled, and must not reach another process.
+        own = {"mirror": None, "_open_step": None, "_construction": ExitStack()}
+        return {**self.__dict__, **own}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, SingleDeviceStrategy):
+            raise ConfigError(
+                "the strategy must be one for a single device for ParameterMirror, got "
+                f"{type(strategy).__name__}. Use Trainer(devices=1)."
+            )
+        if strategy.root_device.type != "cpu":
+            raise ConfigError(
+                f"the device must be the CPU for ParameterMirror, got {strategy.root_device}. Use "
+                'Trainer(accelerator="cpu").'
+            )
+        directory = self._config.directory()
+        if directory is not None:
+            # `configure_model` makes the model after this hook.
+            self._construction = ExitStack()
+            self._construction.enter_context(constructing(directory))
+        _put_before_offloading(self, trainer)
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open(trainer, pl_module)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open(trainer, pl_module)
+        self._is_free = self._config.update == AUTO and gradients_are_free(trainer, pl_module)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open(trainer, pl_module)
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open(trainer, pl_module)
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open(trainer, pl_module)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        is_stepping = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        is_stepping |= trainer.is_last_batch
+        self._begin(_TRAINING, is_free=is_stepping and self._is_free)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._end()
+
+    @override
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._begin(f"validation {dataloader_idx}")
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._end()
+
+    @override
+    def on_test_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._begin(f"test {dataloader_idx}")
+
+    @override
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._end()
+
+    @override
+    def on_predict_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._begin(f"prediction {dataloader_idx}")
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._end()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A hook may have ended the epoch in the middle of a step, without `on_train_batch_end`.
+        self._abandon()
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._abandon()
+        self._construction.close()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.mirror is not None:
+            rank_zero_info(self.mirror.summary())
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._abandon()
+        self._construction.close()
+        if self.mirror is not None:
+            self.mirror.close()
+
+    def _open(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the mirror of this run, unless it is there; a step that is open ends."""
+        self._abandon()
+        self._construction.close()
+        if self.mirror is not None and self.mirror.is_open:
+            return
+        optimizers = trainer.optimizers if trainer.state.fn == "fit" else []
+        self.mirror = Mirror(pl_module, optimizers, self._config, trainer.strategy.root_device)
+        if self.mirror.aliased:
+            names = ", ".join(self.mirror.aliased)
+            rank_zero_warn(
+                f"ParameterMirror: other tensors share the memory of {names}. They will not see "
+                "updates. To tie parameters, register one Parameter twice."
+            )
+
+    def _begin(self, key: str, is_free: bool = False) -> None:
+        self._abandon()
+        if self.mirror is not None:
+            self._open_step = ExitStack()
+            step = self.mirror.step(key, is_training=key == _TRAINING, is_free=is_free)
+            self._open_step.enter_context(step)
+
+    def _end(self) -> None:
+        stack, self._open_step = self._open_step, None
+        if stack is not None:
+            stack.close()
+
+    def _abandon(self) -> None:
+        """Leave a step that did not reach its end."""
+        stack, self._open_step = self._open_step, None
+        if stack is not None:
+            error = _AbandonedStep()
+            stack.__exit__(_AbandonedStep, error, None)
+
+
+def mirror_report(trainer: Trainer) -> str | None:
+    """Return the text of the Trainer's mirror for a report; None without one."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ParameterMirror) and callback.mirror is not None:
+            return callback.mirror.report()
+    return None
+
+
+def gradients_are_free(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Return True if no code needs the gradients between backward and the optimizer's update."""
+    hooked = (
+        is_overridden("configure_gradient_clipping", pl_module)
+        or is_overridden("optimizer_step", pl_module)
+        or any(is_overridden(hook, pl_module) for hook in _GRADIENT_HOOKS)
+        or any(
+            is_overridden(hook, callback, parent=Callback)
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            for hook in _GRADIENT_HOOKS
+        )
+    )
+    return (
+        pl_module.automatic_optimization
+        and not hooked
+        and not trainer.gradient_clip_val
+        # Others may scale the loss, or replace the optimizer's step.
+        and type(trainer.precision_plugin) in (Precision, DoublePrecision)
+        and len(trainer.optimizers) == 1
+    )
+
+
+def _put_before_offloading(mirror: ParameterMirror, trainer: Trainer) -> None:
+    """Let the mirror's hooks on saved tensors be outside of those of `ActivationOffload`.
+
+    Only the innermost hooks see a tensor, and those of `ActivationOffload` ask the mirror.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    others = [index for index, one in enumerate(callbacks) if isinstance(one, MemoryBudget)]
+    if others and others[0] < callbacks.index(mirror):
+        callbacks.remove(mirror)
+        callbacks.insert(others[0], mirror)
+
+
+class _AbandonedStep(BaseException):
+    """Exception that tells the open context of a step that the step did not reach its end."""

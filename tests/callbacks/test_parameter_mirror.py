@@ -1,0 +1,392 @@
+"""Training with `ParameterMirror` equals plain training, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_dlres.callbacks import ActivationOffload, ParameterMirror, ResourceReport
+from lightning_dlres.core.errors import ConfigError
+from tests.support.mirror_models import (
+    NETWORKS,
+    OPTIMIZERS,
+    WIDTH,
+    Classifier,
+    data,
+    tensors_of,
+)
+from tests.support.models import QUIET
+
+WINDOWS: list[int | str] = ["auto", "min", 6000]
+
+
+def train(
+    module: LightningModule, callbacks: list[Callback], *, epochs: int = 3, **options: Any
+) -> Trainer:
+    """Train a module on the CPU."""
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=epochs, callbacks=callbacks, **{**QUIET, **options}
+    )
+    trainer.fit(module, data(), data(16))
+    return trainer
+
+
+def compare(
+    make: Any,
+    callbacks: list[Callback],
+    *,
+    plain_callbacks: tuple[Callback, ...] = (),
+    **options: Any,
+) -> None:
+    """Train plainly and with callbacks, and assert that everything is equal."""
+    results = []
+    for added in ([], callbacks):
+        seed_everything(3, verbose=False)
+        module = make()
+        own = [copy.deepcopy(callback) for callback in plain_callbacks]
+        trainer = train(module, [*own, *added], **options)
+        results.append((module, trainer))
+    (plain, plain_trainer), (ours, trainer) = results
+    assert ours.losses == plain.losses
+    for (name, own), expected in zip(
+        ours.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
+        assert torch.equal(own, expected), name
+    for optimizer, plain_optimizer in zip(
+        trainer.optimizers, plain_trainer.optimizers, strict=True
+    ):
+        states = zip(tensors_of(optimizer), tensors_of(plain_optimizer), strict=True)
+        assert all(torch.equal(own, expected) for own, expected in states)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_all_kinds_of_networks_train_alike(network: str, window: int | str) -> None:
+    compare(lambda: Classifier(network), [ParameterMirror(window=window)])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("update", ["auto", "after_backward"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 3},
+    ],
+    ids=["plain", "norm", "value", "accumulate"],
+)
+def test_all_kinds_of_optimizers_train_alike(
+    optimizer: str, update: Any, options: dict[str, Any]
+) -> None:
+    compare(lambda: Classifier("twice", optimizer), [ParameterMirror(update=update)], **options)
+
+
+class Adversarial(LightningModule):
+    """Two networks with an optimizer each, in manual optimization, with a gradient penalty.
+
+    The weights of one network are clamped through `data` between two of its forwards.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+        self.critic = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        generator_optimizer, critic_optimizer = self.optimizers()
+        real = batch[0].requires_grad_()
+        fake = self.generator(batch[0][:, :4].detach())
+        score = self.critic(real)
+        (slope,) = torch.autograd.grad(score.sum(), real, create_graph=True)
+        loss = (
+            self.critic(fake.detach()).mean() - score.mean() + (slope.norm(dim=1) - 1).pow(2).mean()
+        )
+        critic_optimizer.zero_grad()
+        self.manual_backward(loss)
+        critic_optimizer.step()
+        for parameter in self.critic.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+        generator_loss = -self.critic(fake).mean()
+        generator_optimizer.zero_grad()
+        self.manual_backward(generator_loss)
+        generator_optimizer.step()
+        self.losses += [loss.item(), generator_loss.item()]
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.losses.append(self.critic(batch[0]).mean().item())
+
+    def configure_optimizers(self) -> Any:
+        return (
+            torch.optim.Adam(self.generator.parameters(), lr=0.01, fused=True),
+            torch.optim.RMSprop(self.critic.parameters(), lr=0.01),
+        )
+
+
+class SharpnessAware(Classifier):
+    """Two backwards a step, the second with weights that were moved through `data`."""
+
+    def __init__(self) -> None:
+        super().__init__("twice", "sgd")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.network(batch[0]), batch[1]))
+        moved = [(p, p.data, p.grad.clone()) for p in self.parameters() if p.grad is not None]
+        for number, (parameter, value, gradient) in enumerate(moved):
+            if number % 2:
+                parameter.data = value + 0.05 * gradient.sign()
+            else:
+                parameter.data.add_(0.05 * gradient.sign())
+        optimizer.zero_grad()
+        loss = F.cross_entropy(self.network(batch[0]), batch[1])
+        self.manual_backward(loss)
+        for number, (parameter, value, gradient) in enumerate(moved):
+            if number % 2:
+                parameter.data = value
+            else:
+                parameter.data.sub_(0.05 * gradient.sign())
+        optimizer.step()
+        self.losses.append(loss.item())
+
+
+class SparseEmbedding(Classifier):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__("twice", "sgd")
+        self.table = nn.Embedding(9, WIDTH, sparse=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        tokens = (batch[0][:, :3] * 2).abs().long() % 9
+        loss = F.cross_entropy(self.network(self.table(tokens).mean(1)), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SkippedSteps(Classifier):
+    """Every third step returns None."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 3 == 1 else loss
+
+
+class MovingAverage(Callback):
+    """Weights are exchanged for their moving average in validation, through `data`."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if not hasattr(self, "means"):
+            self.means = [p.data.clone() for p in pl_module.parameters()]
+        for mean, parameter in zip(self.means, pl_module.parameters(), strict=True):
+            mean.mul_(0.9).add_(parameter.data, alpha=0.1)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if hasattr(self, "means"):
+            self.kept = [p.data.clone() for p in pl_module.parameters()]
+            for mean, parameter in zip(self.means, pl_module.parameters(), strict=True):
+                parameter.data.copy_(mean)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if hasattr(self, "means"):
+            for kept, parameter in zip(self.kept, pl_module.parameters(), strict=True):
+                parameter.data = kept
+
+
+class GradientNorms(Callback):
+    """Gradients are read before the update, and changed."""
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(parameter.grad.norm() + 1)
+
+
+class Unfreezing(BackboneFinetuning):
+    """The backbone trains from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)
+
+
+class WithBackbone(Classifier):
+    """A network whose first part `Unfreezing` freezes."""
+
+    def __init__(self) -> None:
+        super().__init__("twice", "sgd")
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([self.backbone(batch[0]), batch[1]], batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.network.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Adversarial, SharpnessAware, SparseEmbedding, SkippedSteps],
+    ids=lambda make: make.__name__,
+)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_steps_of_the_users_own_kind_train_alike(make: Any, window: int | str) -> None:
+    compare(make, [ParameterMirror(window=window)])
+
+
+@pytest.mark.parametrize("callback", [MovingAverage(), GradientNorms()], ids=["average", "norms"])
+def test_callbacks_that_change_weights_or_gradients_work(callback: Callback) -> None:
+    compare(Classifier, [ParameterMirror()], plain_callbacks=(callback,))
+
+
+def test_layers_may_be_unfrozen_later() -> None:
+    compare(WithBackbone, [ParameterMirror()], plain_callbacks=(Unfreezing(),))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
+def test_precisions_train_alike(precision: Any) -> None:
+    compare(Classifier, [ParameterMirror()], precision=precision)
+
+
+def test_a_loss_scaler_works() -> None:
+    def options() -> dict[str, Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        return {"plugins": MixedPrecision("16-mixed", "cpu", scaler=scaler)}
+
+    seed_everything(3, verbose=False)
+    plain = Classifier()
+    train(plain, [], **options())
+    seed_everything(3, verbose=False)
+    ours = Classifier()
+    train(ours, [ParameterMirror()], **options())
+    assert ours.losses == plain.losses
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_activations_leave_the_device_in_the_same_trainer(is_first: bool) -> None:
+    callbacks: list[Callback] = [
+        ParameterMirror(window="min"),
+        ActivationOffload(budget="min", min_size=64),
+    ]
+    compare(lambda: Classifier("tied embedding"), callbacks if is_first else callbacks[::-1])
+
+
+def test_checkpoints_are_those_of_plain_training(tmp_path: Path) -> None:
+    checkpoints = []
+    for name, callbacks in (("plain", []), ("ours", [ParameterMirror()])):
+        seed_everything(3, verbose=False)
+        trainer = train(Classifier(), callbacks, epochs=2)
+        trainer.save_checkpoint(tmp_path / name)
+        checkpoints.append(torch.load(tmp_path / name, weights_only=False))
+    plain, ours = checkpoints
+    for name, value in plain["state_dict"].items():
+        assert torch.equal(value, ours["state_dict"][name])
+    # Each tensor is written by itself, not the whole region.
+    sizes = [(tmp_path / name).stat().st_size for name in ("plain", "ours")]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.1)
+    results = []
+    for callbacks, start in (([], "plain"), ([], "ours"), ([ParameterMirror()], "plain")):
+        seed_everything(4, verbose=False)
+        module = Classifier()
+        trainer = Trainer(accelerator="cpu", max_epochs=4, callbacks=callbacks, **QUIET)
+        trainer.fit(module, data(), data(16), ckpt_path=tmp_path / start)
+        results.append(module.state_dict())
+    for resumed in results[1:]:
+        assert all(torch.equal(resumed[name], value) for name, value in results[0].items())
+
+
+def test_evaluation_streams_the_layers_too() -> None:
+    seed_everything(3, verbose=False)
+    plain = Classifier("tied embedding")
+    ours = copy.deepcopy(plain)
+    for module, callbacks in ((plain, []), (ours, [mirror := ParameterMirror(window="min")])):
+        trainer = Trainer(accelerator="cpu", callbacks=callbacks, **QUIET)
+        trainer.validate(module, data(), verbose=False)
+    assert ours.losses == plain.losses
+    assert mirror.mirror is not None
+    assert 0 < mirror.mirror.window.peak_bytes < mirror.mirror.table.bytes_of("parameter")
+
+
+def test_the_report_shows_the_plan_beside_the_measurement(tmp_path: Path) -> None:
+    train(Classifier(), [ParameterMirror(window="min"), ResourceReport(dir=tmp_path)])
+    text = (tmp_path / "report.md").read_text()
+    assert "## Parameter mirror" in text
+    assert "planned; forward and backward" in text
+    assert "Window of the device" in text
+    assert "Mirror in host memory" in text
+
+
+def test_one_callback_serves_several_fits() -> None:
+    def twice(callbacks: list[Callback]) -> dict[str, Tensor]:
+        seed_everything(3, verbose=False)
+        module = Classifier()
+        train(module, callbacks, epochs=1)
+        train(module, callbacks, epochs=1)
+        return module.state_dict()
+
+    plain, ours = twice([]), twice([ParameterMirror()])
+    assert all(torch.equal(ours[name], value) for name, value in plain.items())
+
+
+def test_a_tensor_that_will_not_see_updates_is_named(recwarn: pytest.WarningsRecorder) -> None:
+    module = Classifier()
+    module.alias = module.network.head.weight.data
+    train(module, [ParameterMirror()], epochs=1)
+    # The second run begins with parameters in a mirror, which are no such tensors.
+    train(module, [ParameterMirror()], epochs=1)
+    named = [str(w.message) for w in recwarn if "will not see updates" in str(w.message)]
+    assert len(named) == 1
+    assert "network.head.weight" in named[0]
+
+
+def test_other_strategies_are_refused() -> None:
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", callbacks=[ParameterMirror()], **QUIET
+    )
+    with pytest.raises(ConfigError, match="must be one for a single device"):
+        ParameterMirror().setup(trainer, Classifier(), "fit")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"window": "large"}, "window must be"),
+        ({"window": True}, "window must be"),
+        ({"disk": "s3://bucket"}, "disk must be a local directory"),
+        ({"update": "layers"}, "update must be one of"),
+        ({"profile_steps": 0}, "profile_steps must be"),
+        ({"fused": 1}, "fused must be"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ParameterMirror(**arguments)
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    callback = ParameterMirror(disk=tmp_path / "none")
+    with pytest.raises(ConfigError, match="disk must be an existing directory"):
+        train(Classifier(), [callback])
+
+
+def test_the_mirror_may_lie_in_a_file(tmp_path: Path) -> None:
+    compare(Classifier, [ParameterMirror(disk=tmp_path, window="min")])
+    assert not list(tmp_path.iterdir())
