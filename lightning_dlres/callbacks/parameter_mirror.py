@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -15,12 +16,19 @@ from typing_extensions import override
 
 from lightning_dlres.callbacks.offloading import MemoryBudget
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.mirror.config import AUTO, MirrorConfig
+from lightning_dlres.mirror.config import LAYERWISE, MirrorConfig
 from lightning_dlres.mirror.execute.construction import constructing
 from lightning_dlres.mirror.mirror import Mirror
 
 # Key of training steps.
 _TRAINING = "training"
+# Methods of a module that replace a part of backward or of the update.
+_MODULE_HOOKS = (
+    "backward",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
 # Hooks of modules and callbacks that run between backward and the update.
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
@@ -40,9 +48,11 @@ class ParameterMirror(Callback):
         window: Bytes of parameters on the device at once; "auto" for the smallest window whose step
             is predicted to be as short as with any, and "min" for one layer at a time.
         disk: Directory on a fast local disk, for a file that holds the region. None: host memory.
-        update: "auto" updates each layer in backward, as soon as its gradients are complete, if
-            neither clipping, a loss scaler nor a hook needs all gradients at once.
-            "after_backward" always waits for the end of backward.
+        update: "after_backward" lets the optimizer update all layers after backward, as plain
+            training does. "layerwise" updates each layer amid backward, as soon as its gradients
+            are complete, in steps without clipping, loss scaler and hooks between backward and the
+            update. No other code may then read gradients, or the weights of a layer that backward
+            has left.
         profile_steps: Steps that are measured before a plan is made.
         fused: Let `SGD`, `Adam`, `AdamW` and `Adagrad` of torch use their fused kernels, where you
             have chosen neither `fused` nor `foreach`.
@@ -57,7 +67,7 @@ class ParameterMirror(Callback):
         *,
         window: int | str = "auto",
         disk: str | Path | None = None,
-        update: Literal["auto", "after_backward"] = "auto",
+        update: Literal["after_backward", "layerwise"] = "after_backward",
         profile_steps: int = 2,
         fused: bool = True,
     ) -> None:
@@ -66,8 +76,6 @@ class ParameterMirror(Callback):
             window=window, disk=disk, update=update, profile_steps=profile_steps, fused=fused
         )
         self.mirror: Mirror | None = None
-        # True if nothing needs gradients between backward and the update.
-        self._is_free = False
         # Context of the step that has begun and not ended.
         self._open_step: ExitStack | None = None
         # Context in which the model is made.
@@ -105,7 +113,6 @@ class ParameterMirror(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open(trainer, pl_module)
-        self._is_free = self._config.update == AUTO and gradients_are_free(trainer, pl_module)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -123,9 +130,14 @@ class ParameterMirror(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        is_stepping = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        is_stepping |= trainer.is_last_batch
-        self._begin(_TRAINING, is_free=is_stepping and self._is_free)
+        # Other code may have exchanged the optimizers.
+        self._open(trainer, pl_module)
+        is_free = False
+        if self._config.update == LAYERWISE:
+            is_stepping = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+            is_stepping |= trainer.is_last_batch
+            is_free = is_stepping and gradients_are_free(trainer, pl_module)
+        self._begin(_TRAINING, is_free=is_free)
 
     @override
     def on_train_batch_end(
@@ -216,8 +228,8 @@ class ParameterMirror(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        self._abandon()
-        self._construction.close()
+        # Lightning calls no `teardown` after an exception.
+        self._close()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -226,25 +238,32 @@ class ParameterMirror(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._abandon()
-        self._construction.close()
-        if self.mirror is not None:
-            self.mirror.close()
+        self._close()
 
     def _open(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the mirror of this run, unless it is there; a step that is open ends."""
+        """Make the mirror of this run, unless there is one; a step that is open ends."""
         self._abandon()
         self._construction.close()
-        if self.mirror is not None and self.mirror.is_open:
-            return
         optimizers = trainer.optimizers if trainer.state.fn == "fit" else []
-        self.mirror = Mirror(pl_module, optimizers, self._config, trainer.strategy.root_device)
+        if self.mirror is not None and self.mirror.is_of(pl_module, optimizers):
+            return
+        self._close()
+        # Evaluation runs in inference mode, but training may use the tensors later.
+        with torch.inference_mode(False):
+            self.mirror = Mirror(pl_module, optimizers, self._config, trainer.strategy.root_device)
         if self.mirror.aliased:
             names = ", ".join(self.mirror.aliased)
             rank_zero_warn(
                 f"ParameterMirror: other tensors share the memory of {names}. They will not see "
                 "updates. To tie parameters, register one Parameter twice."
             )
+
+    def _close(self) -> None:
+        """Leave an open step, and remove the hooks; the mirror's report stays."""
+        self._abandon()
+        self._construction.close()
+        if self.mirror is not None:
+            self.mirror.close()
 
     def _begin(self, key: str, is_free: bool = False) -> None:
         self._abandon()
@@ -276,15 +295,12 @@ def mirror_report(trainer: Trainer) -> str | None:
 
 def gradients_are_free(trainer: Trainer, pl_module: LightningModule) -> bool:
     """Return True if no code needs the gradients between backward and the optimizer's update."""
-    hooked = (
-        is_overridden("configure_gradient_clipping", pl_module)
-        or is_overridden("optimizer_step", pl_module)
-        or any(is_overridden(hook, pl_module) for hook in _GRADIENT_HOOKS)
-        or any(
-            is_overridden(hook, callback, parent=Callback)
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-            for hook in _GRADIENT_HOOKS
-        )
+    hooked = any(
+        is_overridden(hook, pl_module) for hook in (*_MODULE_HOOKS, *_GRADIENT_HOOKS)
+    ) or any(
+        is_overridden(hook, callback, parent=Callback)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        for hook in _GRADIENT_HOOKS
     )
     return (
         pl_module.automatic_optimization

@@ -197,6 +197,11 @@ class ChangeDetector:
         return self._witness._version
 
 
+def dispatch_modes_disabled() -> AbstractContextManager[Any]:
+    """Context manager in which no dispatch mode sees operations; it has no public name."""
+    return _python_dispatch._disable_current_modes()
+
+
 # Torch's descriptor behind the attribute `data` of a tensor; it has no other name.
 _DATA: Any = Tensor.data
 
@@ -218,6 +223,9 @@ def data_reads(note: Callable[[nn.Parameter], None]) -> Iterator[None]:
     before = nn.Parameter.__dict__.get("data")
 
     def read(parameter: nn.Parameter) -> Tensor:
+        if torch.compiler.is_compiling():
+            # The compiler traces this function, and knows no descriptors.
+            return parameter.detach()
         note(parameter)
         return data_of(parameter)
 

@@ -10,7 +10,10 @@ from lightning_dlres.core.checks import flag, one_of, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
 
-AUTO, MIN, AFTER_BACKWARD = "auto", "min", "after_backward"
+AUTO, MIN = "auto", "min"
+AFTER_BACKWARD, LAYERWISE = "after_backward", "layerwise"
+
+_WINDOW_RULE = "a number of bytes, 'auto' or 'min'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class MirrorConfig:
         window: Bytes of parameters on the device at once; "auto" for the smallest window whose
             step is predicted to be as short as with any, and "min" for one layer at a time.
         disk: Local directory for a file that holds the mirror; None: host memory.
-        update: "auto" or "after_backward".
+        update: "after_backward" or "layerwise".
         profile_steps: Steps that are measured before a plan is made.
         fused: True lets optimizers of torch use their fused kernels for the CPU.
 
@@ -31,17 +34,20 @@ class MirrorConfig:
 
     window: int | str = AUTO
     disk: str | Path | None = None
-    update: str = AUTO
+    update: str = AFTER_BACKWARD
     profile_steps: int = 2
     fused: bool = True
 
     def __post_init__(self) -> None:
         if self.window not in (AUTO, MIN):
+            wrong = got_expected("window", self.window, _WINDOW_RULE, '"512MiB"')
             if isinstance(self.window, bool) or not isinstance(self.window, (int, str)):
-                rule = "a number of bytes, 'auto' or 'min'"
-                raise ConfigError(got_expected("window", self.window, rule, '"512MiB"'))
-            parse_bytes(self.window, "window")
-        one_of("update", self.update, (AUTO, AFTER_BACKWARD), "update='auto'")
+                raise ConfigError(wrong)
+            try:
+                parse_bytes(self.window, "window")
+            except ConfigError:
+                raise ConfigError(wrong) from None
+        one_of("update", self.update, (AFTER_BACKWARD, LAYERWISE), "update='after_backward'")
         whole_number("profile_steps", self.profile_steps, "profile_steps=2")
         flag("fused", self.fused)
         is_path = isinstance(self.disk, (str, Path)) and str(self.disk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import statistics
 from collections.abc import Hashable, Iterator, Sequence
@@ -72,7 +73,7 @@ class Mirror:
         config: MirrorConfig,
         device: torch.device,
     ) -> None:
-        self._model, self._config, self._optimizers = model, config, optimizers
+        self._model, self._config, self._optimizers = model, config, tuple(optimizers)
         self.units = find_units(model)
         histories = [planned_history(optimizer) for optimizer in optimizers]
         self.table = _table(self.units, histories)
@@ -108,6 +109,7 @@ class Mirror:
                 self._history_places(history, places),
                 wants_fused=config.fused,
                 before_step=self._updates.wait,
+                is_layerwise=lambda: self._gradients.is_layerwise,
             )
             for optimizer, history in zip(optimizers, histories, strict=True)
         ]
@@ -157,6 +159,13 @@ class Mirror:
                 self._updates.wait()
         self._learn(key, plan, is_training)
 
+    def is_of(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
+        """Return True if this mirror is open, and that of a model with these optimizers."""
+        is_same = len(optimizers) == len(self._optimizers) and all(
+            map(operator.is_, optimizers, self._optimizers)
+        )
+        return self.is_open and model is self._model and is_same
+
     @property
     def may_be_layerwise(self) -> bool:
         """True if the optimizer and the model allow an update amid backward."""
@@ -168,6 +177,8 @@ class Mirror:
 
     def close(self) -> None:
         """Remove all hooks. Parameters, gradients and history stay in the mirror."""
+        if not self.is_open:
+            return
         self.is_open = False
         for handle in self._handles:
             handle.remove()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_dlres.callbacks import ActivationOffload, ParameterMirror, ResourceReport
 from lightning_dlres.core.errors import ConfigError
@@ -75,7 +78,7 @@ def test_all_kinds_of_networks_train_alike(network: str, window: int | str) -> N
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("update", ["auto", "after_backward"])
+@pytest.mark.parametrize("update", ["layerwise", "after_backward"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -390,3 +393,130 @@ def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
 def test_the_mirror_may_lie_in_a_file(tmp_path: Path) -> None:
     compare(Classifier, [ParameterMirror(disk=tmp_path, window="min")])
     assert not list(tmp_path.iterdir())
+
+
+class Interrupted(Classifier):
+    """A step of the first fit raises."""
+
+    interrupt_at = 4
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if len(self.losses) == self.interrupt_at:
+            raise ValueError("interrupted")
+        return loss
+
+
+class OptimizerReplaced(Callback):
+    """The optimizer is another one from the second epoch on."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            trainer.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.05, fused=True)]
+
+
+class WeightsAssigned(Callback):
+    """The parameters are other ones from the second epoch on; the optimizer has the old ones."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            values = {name: value.clone() for name, value in pl_module.state_dict().items()}
+            pl_module.load_state_dict(values, assign=True)
+
+
+class Unfused(Classifier):
+    """An optimizer without fused and foreach kernels, by the user's choice."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01, foreach=False)
+
+
+class GradientsReadLate(Callback):
+    """Gradients are read after the update, and backward hooks read weights."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen: list[Tensor] = []
+        for module in pl_module.network.modules():
+            if isinstance(module, nn.Linear):
+                module.register_full_backward_hook(
+                    lambda module, *args: self.seen.append(module.weight.detach().clone())
+                )
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        pl_module.losses += [float(gradient.norm()) for gradient in gradients]
+        pl_module.losses += [float(weight.sum()) for weight in self.seen]
+        self.seen.clear()
+
+
+@pytest.mark.parametrize("update", ["layerwise", "after_backward"])
+def test_training_goes_on_after_an_interrupted_step(update: Any) -> None:
+    results = []
+    for callbacks in ([], [ParameterMirror(update=update)]):
+        seed_everything(3, verbose=False)
+        module = Interrupted("twice", "sgd")
+        trainer = Trainer(accelerator="cpu", max_epochs=2, callbacks=callbacks, **QUIET)
+        with pytest.raises(ValueError, match="interrupted"):
+            trainer.fit(module, data(), data(16))
+        module.interrupt_at = -1
+        trainer.fit(module, data(), data(16))
+        results.append((module.losses, module.state_dict()))
+    assert results[0][0] == results[1][0]
+    assert all(map(torch.equal, results[0][1].values(), results[1][1].values()))
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [OptimizerReplaced(), WeightsAssigned(), GradientsReadLate()],
+    ids=["optimizer", "weights", "late"],
+)
+def test_callbacks_that_replace_or_read_parts_work(callback: Callback) -> None:
+    compare(lambda: Classifier("twice", "sgd"), [ParameterMirror()], plain_callbacks=(callback,))
+
+
+@pytest.mark.parametrize("update", ["layerwise", "after_backward"])
+def test_the_users_choice_of_kernels_is_kept(update: Any) -> None:
+    compare(Unfused, [ParameterMirror(update=update)])
+
+
+def test_a_model_trains_plainly_after_evaluation_and_pickling() -> None:
+    results = []
+    for callbacks in ([], [ParameterMirror(window="min")]):
+        seed_everything(3, verbose=False)
+        module = Classifier()
+        trainer = Trainer(accelerator="cpu", callbacks=callbacks, **QUIET)
+        trainer.validate(module, data(), verbose=False)
+        trainer = train(module, callbacks, epochs=1)
+        module = pickle.loads(pickle.dumps(module.network))
+        module(torch.ones(2, WIDTH)).sum().backward()
+        results.append([p.grad for p in module.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+class Pickled(Callback):
+    """The model is pickled amid training, and the copy is used."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        copied = pickle.loads(pickle.dumps(pl_module.network))
+        pl_module.losses.append(float(copied(torch.ones(2, WIDTH)).sum()))
+
+
+def test_a_model_can_be_pickled_amid_training() -> None:
+    compare(Classifier, [ParameterMirror()], plain_callbacks=(Pickled(),))
+
+
+class SelectivelyCheckpointed(Classifier):
+    """Activation checkpointing that keeps the results of some operations."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        output = checkpoint(
+            self.network, batch[0].requires_grad_(), use_reentrant=False, context_fn=contexts
+        )
+        loss = F.cross_entropy(output, batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+def test_selective_checkpointing_works() -> None:
+    compare(SelectivelyCheckpointed, [ParameterMirror(window="min")])

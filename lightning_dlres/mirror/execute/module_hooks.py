@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -24,7 +24,6 @@ def hook_modules(
         Handles that remove the hooks.
     """
 
-    # Functions, and not methods: a copy of a model would copy the object of a method, too.
     def enter(module: nn.Module, args: Any) -> None:
         # A copy of the model has these hooks, but its modules own other parameters.
         for unit in needed.get(module, ()):
@@ -34,8 +33,33 @@ def hook_modules(
         for unit in reversed(needed.get(module, ())):
             streaming.leave(unit)
 
+    before, after = _Hook(enter), _Hook(leave)
     handles = []
     for module in needed:
-        handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
+        handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.append(module.register_forward_hook(after, always_call=True))
     return handles
+
+
+class _Hook:
+    """Hook that copies of a model share, and that a pickled model leaves behind.
+
+    Args:
+        function: Function to call.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any) -> None:
+    pass

@@ -31,6 +31,7 @@ class HistoryInMirror:
         units: Units of the model.
         places: Place of each tensor of the history, by parameter and key of its state.
         wants_fused: True to use the optimizer's fused kernel, if its gradients allow it.
+        is_layerwise: Returns True if layers are updated in backward.
         before_step: Called when the gradients of a step are there, before the optimizer uses them.
     """
 
@@ -42,9 +43,11 @@ class HistoryInMirror:
         *,
         wants_fused: bool,
         before_step: Callable[[], None],
+        is_layerwise: Callable[[], bool],
     ) -> None:
         self._optimizer, self._units, self._places = optimizer, units, places
         self._wants_fused, self._prepare = wants_fused, before_step
+        self._is_layerwise = is_layerwise
         self._handles: list[RemovableHandle] = []
         # Gradients that the optimizer must not see again in the step that is running.
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
@@ -64,8 +67,14 @@ class HistoryInMirror:
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Make the gradients of the step, and update parameters without history, unit by unit."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Make the gradients of the step, and update parameters without history, unit by unit.
+
+        Steps in which all parameters have a history are the optimizer's own.
+        """
+        has_all = all(parameter in optimizer.state for parameter in self._places)
+        if has_all and not self._wants_fused and not self._is_layerwise():
+            return None
         # The first argument is the optimizer itself.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:

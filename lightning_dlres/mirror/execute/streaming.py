@@ -158,7 +158,10 @@ class ParameterStreaming:
         Returns:
             The parameter's unit, if this was the last of its gradients; otherwise None.
         """
-        unit = self.unit_of[parameter]
+        unit = self.unit_of.get(parameter)
+        if unit is None:
+            # The user has put another parameter in the place of one of the mirror's.
+            return None
         to_come = self._gradients_to_come.get(unit)
         if to_come is None:
             return None

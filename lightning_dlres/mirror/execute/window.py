@@ -14,7 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_dlres.core._compat import storage_key, storage_owner_count, version_of
+from lightning_dlres.core._compat import (
+    dispatch_modes_disabled,
+    storage_key,
+    storage_owner_count,
+    version_of,
+)
 from lightning_dlres.mirror.execute.fetching import Fetcher, StartedFetch
 from lightning_dlres.mirror.profile.units import ParameterUnit
 
@@ -165,7 +170,8 @@ class Window:
     def _start(self, unit: int) -> DeviceCopy:
         nbytes = self.units[unit].nbytes
         # What is made in inference mode could not be saved for backward later.
-        with torch.inference_mode(False):
+        # The user's modes, such as that of selective checkpointing, do not concern it.
+        with torch.inference_mode(False), dispatch_modes_disabled():
             memory = self._memory(nbytes)
             views = self.units[unit].views(memory)
         fetch = self._fetcher.start(self._sources[unit], memory[:nbytes])

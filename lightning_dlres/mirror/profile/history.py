@@ -80,7 +80,7 @@ def use_fused_kernels(optimizer: Optimizer) -> None:
     if type(optimizer) not in _FUSED:
         return
     for group in optimizer.param_groups:
-        is_free = group.get("fused") is None and not group.get("foreach")
+        is_free = group.get("fused") is None and group.get("foreach") is None
         is_plain = not group.get("differentiable") and not group.get("capturable")
         is_dense = all(p.is_floating_point() for p in group["params"])
         if is_free and is_plain and is_dense and not isinstance(group["lr"], Tensor):

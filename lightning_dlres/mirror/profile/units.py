@@ -124,8 +124,16 @@ def _require_movable(name: str, parameter: nn.Parameter, storages: dict[int, str
             "without a meta device."
         )
     plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
-    if not plain or parameter.is_quantized or not _is_dense(parameter):
-        raise ConfigError(f"{rule}, got {name!r} of another kind. Use a plain nn.Parameter.")
+    if not plain or parameter.is_quantized:
+        raise ConfigError(
+            f"{rule}, got {name!r} of type {type(parameter).__name__} and layout "
+            f"{parameter.layout}. Use a plain nn.Parameter."
+        )
+    if not _is_dense(parameter):
+        raise ConfigError(
+            f"{rule}, got {name!r} with strides {tuple(parameter.stride())}. Make the Parameter "
+            "from a contiguous tensor."
+        )
     if parameter.numel():
         other = storages.setdefault(storage_key(parameter), name)
         if other != name:
@@ -137,6 +145,8 @@ def _require_movable(name: str, parameter: nn.Parameter, storages: dict[int, str
 
 def _is_dense(tensor: Tensor) -> bool:
     """Return True if the elements lie one behind the other in memory, in some order of the axes."""
+    if not tensor.numel():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -63,7 +63,7 @@ def overlapping() -> nn.Module:
         (nn.LazyLinear(3), "without memory"),
         (nn.Linear(2, 2, device="meta"), "without memory"),
         (shared_memory(), "in the same memory"),
-        (overlapping(), "of another kind"),
+        (overlapping(), "with strides"),
     ],
     ids=["lazy", "meta", "shared", "overlapping"],
 )
