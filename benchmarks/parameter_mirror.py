@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(settings: Settings) -> Figures:
     """Train in turns, plainly and with windows of several sizes."""
     layer = 4 * settings.width * (settings.width + 1)
-    windows: dict[str, int | str] = {"auto": "auto", "min": "min", "4 layers": 5 * layer}
+    windows: dict[str, int | str] = {"auto": "auto", "min": "min", "5 layers": 5 * layer}
     plain = Training(settings, None)
     ours = {name: Training(settings, window) for name, window in windows.items()}
     for training in ours.values():
