@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_dlres._compat import is_compiled
+from lightning_dlres.callbacks.open_step import OpenStep
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.memory.config import DEFAULT_ACTIONS, MemoryConfig
@@ -160,8 +160,7 @@ class TrainingSteps:
                 "pip install 'lightning-dlres[cuda]'."
             )
         self.offloader: Offloader | None = None
-        # Context of the step that has begun and not ended.
-        self._open_step: ExitStack | None = None
+        self._open_step = OpenStep()
 
     def begin(self, module: LightningModule, batch: Any, is_stepping: bool = True) -> None:
         """Begin a training step. A step that was left open is abandoned.
@@ -188,9 +187,7 @@ class TrainingSteps:
         def resident_tensors() -> list[Tensor]:
             return [*exempt, *self._gradients_and_states(module), *tensors_in(batch)]
 
-        stack = ExitStack()
-        stack.enter_context(self.offloader.step(key, exempt, resident_tensors))
-        self._open_step = stack
+        self._open_step.begin(self.offloader.step(key, exempt, resident_tensors))
 
     def end(self) -> None:
         """End the training step.
@@ -198,17 +195,12 @@ class TrainingSteps:
         Raises:
             ConfigError: If the step was measured, and no plan meets the limits.
         """
-        stack, self._open_step = self._open_step, None
-        if stack is not None:
-            stack.close()
+        self._open_step.end()
 
     def abandon(self) -> None:
         """Close a step that did not reach its end, such as after an exception; no effect without an
         open step."""
-        stack, self._open_step = self._open_step, None
-        if stack is not None:
-            error = _AbandonedStep()
-            stack.__exit__(_AbandonedStep, error, None)
+        self._open_step.abandon()
 
     def close(self) -> None:
         """Release the model, and the memory and disk space of offloaded tensors, except what live
@@ -304,10 +296,6 @@ def _offloading_parts(trainer: Trainer) -> list[MemoryBudget]:
     """Return the Trainer's callbacks and precision plugin that offload."""
     parts = [*trainer.callbacks, trainer.precision_plugin]  # type: ignore[attr-defined]
     return [part for part in parts if isinstance(part, MemoryBudget)]
-
-
-class _AbandonedStep(BaseException):
-    """Exception that tells the open context of a step that the step did not reach its end."""
 
 
 def require_supported(strategy: Strategy, name: str) -> None:

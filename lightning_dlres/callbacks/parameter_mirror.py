@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_dlres.callbacks.offloading import MemoryBudget
+from lightning_dlres.callbacks.open_step import OpenStep
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.mirror.config import LAYERWISE, MirrorConfig
 from lightning_dlres.mirror.execute.construction import constructing
@@ -76,14 +77,13 @@ class ParameterMirror(Callback):
             window=window, disk=disk, update=update, profile_steps=profile_steps, fused=fused
         )
         self.mirror: Mirror | None = None
-        # Context of the step that has begun and not ended.
-        self._open_step: ExitStack | None = None
+        self._open_step = OpenStep()
         # Context in which the model is made.
         self._construction = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         # The state of a run cannot be pickled, and must not reach another process.
-        own = {"mirror": None, "_open_step": None, "_construction": ExitStack()}
+        own = {"mirror": None, "_open_step": OpenStep(), "_construction": ExitStack()}
         return {**self.__dict__, **own}
 
     @override
@@ -107,24 +107,12 @@ class ParameterMirror(Callback):
         _put_before_offloading(self, trainer)
 
     @override
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._open(trainer, pl_module)
-
-    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open(trainer, pl_module)
 
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._open(trainer, pl_module)
-
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._open(trainer, pl_module)
-
-    @override
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._open(trainer, pl_module)
+    # Training may begin with validation, and evaluation may run alone.
+    on_sanity_check_start = on_validation_start = on_train_start
+    on_test_start = on_predict_start = on_train_start
 
     @override
     def on_train_batch_start(
@@ -148,7 +136,7 @@ class ParameterMirror(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self._end()
+        self._open_step.end()
 
     @override
     def on_validation_batch_start(
@@ -159,7 +147,9 @@ class ParameterMirror(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._begin(f"validation {dataloader_idx}")
+        self._begin(f"{trainer.state.stage} {dataloader_idx}")
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     @override
     def on_validation_batch_end(
@@ -171,58 +161,14 @@ class ParameterMirror(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._end()
+        self._open_step.end()
 
-    @override
-    def on_test_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._begin(f"test {dataloader_idx}")
-
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._end()
-
-    @override
-    def on_predict_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._begin(f"prediction {dataloader_idx}")
-
-    @override
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._end()
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A hook may have ended the epoch in the middle of a step, without `on_train_batch_end`.
-        self._abandon()
+        self._open_step.abandon()
 
     @override
     def on_exception(
@@ -242,7 +188,7 @@ class ParameterMirror(Callback):
 
     def _open(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the mirror of this run, unless there is one; a step that is open ends."""
-        self._abandon()
+        self._open_step.abandon()
         self._construction.close()
         optimizers = trainer.optimizers if trainer.state.fn == "fit" else []
         if self.mirror is not None and self.mirror.is_of(pl_module, optimizers):
@@ -260,29 +206,15 @@ class ParameterMirror(Callback):
 
     def _close(self) -> None:
         """Leave an open step, and remove the hooks; the mirror's report stays."""
-        self._abandon()
+        self._open_step.abandon()
         self._construction.close()
         if self.mirror is not None:
             self.mirror.close()
 
     def _begin(self, key: str, is_free: bool = False) -> None:
-        self._abandon()
         if self.mirror is not None:
-            self._open_step = ExitStack()
-            step = self.mirror.step(key, is_training=key == _TRAINING, is_free=is_free)
-            self._open_step.enter_context(step)
-
-    def _end(self) -> None:
-        stack, self._open_step = self._open_step, None
-        if stack is not None:
-            stack.close()
-
-    def _abandon(self) -> None:
-        """Leave a step that did not reach its end."""
-        stack, self._open_step = self._open_step, None
-        if stack is not None:
-            error = _AbandonedStep()
-            stack.__exit__(_AbandonedStep, error, None)
+            is_training = key == _TRAINING
+            self._open_step.begin(self.mirror.step(key, is_training=is_training, is_free=is_free))
 
 
 def mirror_report(trainer: Trainer) -> str | None:
@@ -322,7 +254,3 @@ def _put_before_offloading(mirror: ParameterMirror, trainer: Trainer) -> None:
     if others and others[0] < callbacks.index(mirror):
         callbacks.remove(mirror)
         callbacks.insert(others[0], mirror)
-
-
-class _AbandonedStep(BaseException):
-    """Exception that tells the open context of a step that the step did not reach its end."""

@@ -77,9 +77,7 @@ class Mirror:
         self.units = find_units(model)
         histories = [planned_history(optimizer) for optimizer in optimizers]
         self.table = _table(self.units, histories)
-        self._region = MirrorRegion(
-            self.table.nbytes, config.directory(), pinned=device.type == "cuda"
-        )
+        self._region = MirrorRegion(self.table.nbytes, config.directory())
         places = self._places(histories)
         self.aliased: list[str] = []
         values = self._move_parameters(places)

@@ -316,14 +316,16 @@ def test_checkpoints_are_those_of_plain_training(tmp_path: Path) -> None:
         assert all(torch.equal(resumed[name], value) for name, value in results[0].items())
 
 
-def test_evaluation_streams_the_layers_too() -> None:
+@pytest.mark.parametrize("task", ["validate", "test", "predict"])
+def test_evaluation_streams_the_layers_too(task: str) -> None:
     seed_everything(3, verbose=False)
     plain = Classifier("tied embedding")
     ours = copy.deepcopy(plain)
     for module, callbacks in ((plain, []), (ours, [mirror := ParameterMirror(window="min")])):
         trainer = Trainer(accelerator="cpu", callbacks=callbacks, **QUIET)
-        trainer.validate(module, data(), verbose=False)
+        getattr(trainer, task)(module, data())
     assert ours.losses == plain.losses
+    assert len(ours.losses) == len(data())
     assert mirror.mirror is not None
     assert 0 < mirror.mirror.window.peak_bytes < mirror.mirror.table.bytes_of("parameter")
 

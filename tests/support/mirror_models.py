@@ -167,6 +167,12 @@ class Classifier(LightningModule):
         self.losses.append(loss.item())
         self.log("val_loss", loss)
 
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.losses.append(self.network(batch[0]).sum().item())
+
     def configure_optimizers(self) -> Any:
         return OPTIMIZERS[self.optimizer](self)
 

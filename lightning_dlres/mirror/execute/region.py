@@ -1,4 +1,4 @@
-"""Host memory, pinned memory or a file, with the tensors of a `RegionTable`."""
+"""Host memory or a file, with the tensors of a `RegionTable`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ class MirrorRegion:
     Args:
         nbytes: Size in bytes.
         directory: Directory of a mapped file with the bytes; None: host memory.
-        pinned: Lock the memory, so that a GPU copies asynchronously.
 
     Raises:
-        ConfigError: If the directory is not writable or has too little space, or if CUDA cannot
-            lock the memory.
+        ConfigError: If the directory is not writable or has too little space.
     """
 
-    def __init__(self, nbytes: int, directory: Path | None = None, pinned: bool = False) -> None:
+    def __init__(self, nbytes: int, directory: Path | None = None) -> None:
         self.nbytes = nbytes
         # An array, which keeps the slab alive as long as a tensor lies over its memory.
-        self._memory = Slab(nbytes, directory, pinned).data.numpy()
+        self._memory = Slab(nbytes, directory).data.numpy()
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
         """Return the tensor at an offset, with the dtype, shape and strides of another one.

@@ -8,7 +8,7 @@ but never changes a value.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +63,7 @@ class Window:
         peak_bytes: Largest value of `bytes_now`.
         stall_seconds: Time for which the caller waited for copies.
         fetched_bytes: Bytes that were copied to the device.
-        fetch_seconds: Time of the copies that were waited for, by unit: bytes and seconds.
+        fetch_times: Bytes and seconds of each copy that was waited for.
     """
 
     def __init__(
@@ -91,9 +91,6 @@ class Window:
 
     def __contains__(self, unit: int) -> bool:
         return unit in self._copies
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._copies)
 
     def hold(self, unit: int) -> None:
         """Keep a unit on the device until `let_go` is called as often."""
@@ -169,7 +166,7 @@ class Window:
 
     def _start(self, unit: int) -> DeviceCopy:
         nbytes = self.units[unit].nbytes
-        # What is made in inference mode could not be saved for backward later.
+        # Tensors made in inference mode could not be saved for backward later.
         # The user's modes, such as that of selective checkpointing, do not concern it.
         with torch.inference_mode(False), dispatch_modes_disabled():
             memory = self._memory(nbytes)
