@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_dlres.core.wire.endpoint import pack
+from lightning_dlres.core.wire.message import pack
 
 SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
 # Greeting of a client that asks for ZMTP's mechanism NULL, which has no keys.

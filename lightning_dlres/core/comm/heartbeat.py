@@ -20,7 +20,8 @@ import msgspec
 
 from lightning_dlres.core.errors import PeerError, ProtocolError
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.core.wire.endpoint import Client, Message
+from lightning_dlres.core.wire.endpoint import Client
+from lightning_dlres.core.wire.message import Message
 from lightning_dlres.core.wire.refused_messages import Refusals
 from lightning_dlres.core.wire.server import Server
 

@@ -51,8 +51,9 @@ from lightning_dlres.core.errors import (
 )
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.core.wire.decoding import from_msgpack
-from lightning_dlres.core.wire.endpoint import Client, Message
+from lightning_dlres.core.wire.endpoint import Client
 from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.message import Message
 from lightning_dlres.core.wire.server import Server, SocketLimits, is_loopback
 
 __all__ = ["RankFailure", "Watch"]

@@ -29,8 +29,9 @@ from lightning_dlres.core.comm.rank_addresses import (
 from lightning_dlres.core.errors import PeerLostError, ProtocolError
 from lightning_dlres.core.host.identity import host_identity
 from lightning_dlres.core.wire.decoding import from_msgpack
-from lightning_dlres.core.wire.endpoint import Buffer, ConnectionEvent, use_keys
+from lightning_dlres.core.wire.endpoint import ConnectionEvent, use_keys
 from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.message import Buffer
 from lightning_dlres.core.wire.server import Server, SocketLimits
 
 _log = logging.getLogger(__name__)

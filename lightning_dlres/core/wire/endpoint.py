@@ -1,10 +1,7 @@
-"""Messages, and the ZeroMQ sockets with deadlines that carry them.
+"""ZeroMQ sockets with deadlines, which carry messages.
 
-`Endpoint` is one end of a connection: the base class of `Client` here, and of `Server`.
-
-Every message has two frames: a msgpack header (kind, sequence, CRC-32 and length of the payload)
-and the raw payload. A large payload is therefore never copied into another buffer. Nothing is ever
-unpickled. Errors about a received message name its sender. Every wait has a deadline.
+`Endpoint` is one end of a connection: the base class of `Client` here, and of `Server`. Errors
+about a received message name its sender. Every wait has a deadline.
 
 Threads: only one thread at a time may use an endpoint, as ZeroMQ requires. One thread may create it
 and hand it to another. Only `interrupt` may be called from any thread.
@@ -16,13 +13,11 @@ import contextlib
 import math
 import socket
 import time
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -30,21 +25,17 @@ from lightning_dlres.core.errors import (
     ConfigError,
     PeerLostError,
     PeerTimeoutError,
-    ProtocolError,
     got_expected,
 )
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.core.wire.keys import CurveKeys, check_key
+from lightning_dlres.core.wire.message import Buffer, Message, pack, protocol_error, unpack
 
-Buffer = bytes | bytearray | memoryview
-T = TypeVar("T")
-_Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-# Longest `kind`, in characters: headers of unknown senders are decoded, too.
-_Kind = Annotated[str, msgspec.Meta(max_length=64)]
 # Domain of ZeroMQ's authentication protocol (ZAP).
 ZAP_DOMAIN = "dlres"
 PORTS = range(1 << 16)
+# Options of a send that does not copy: ZeroMQ returns a tracker of its use of the memory.
+TRACKED = MappingProxyType({"copy": False, "track": True})
 # Time limit of ZeroMQ's handshake in milliseconds; a slower connection is closed.
 _HANDSHAKE_MS = 10_000
 # The kernel closes a connection if the other host is unreachable for 60 + 4 * 15 seconds.
@@ -57,88 +48,6 @@ _KEEPALIVE = {
 # Frames of a message at a server, where ZeroMQ puts the client's name before header and payload. A
 # client receives one frame less. Further frames are counted, but not stored.
 _MAX_FRAMES = 3
-
-
-class MessageHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """First frame of a message. Its length and CRC-32 reveal a damaged payload before its use."""
-
-    kind: _Kind
-    sequence: _Unsigned
-    crc32: _Unsigned
-    length: _Unsigned
-
-
-@dataclass(frozen=True)
-class Message:
-    """One received message.
-
-    Attributes:
-        kind: Name of the message's type.
-        sequence: Sequence number that the sender gave.
-        payload: Raw bytes.
-        peer: Name of the sender.
-        connection: Id of the connection: ZeroMQ's file descriptor. Later connections may reuse it.
-    """
-
-    kind: str
-    sequence: int
-    payload: bytes
-    peer: str
-    connection: int
-
-    def decode(self, expected: type[T]) -> T:
-        """Return the payload, decoded from msgpack into a typed struct.
-
-        Raises:
-            ProtocolError: If the payload is not of the expected type.
-        """
-        try:
-            return from_msgpack(self.payload, expected)
-        except msgspec.MsgspecError as error:
-            raise protocol_error(
-                self.peer, f"a {self.kind!r} payload ({error})", f"a {expected.__name__}"
-            ) from error
-
-
-def pack(kind: str, sequence: int, payload: Buffer) -> list[Buffer]:
-    """Return the two frames of a message."""
-    header = MessageHeader(kind, sequence, zlib.crc32(payload), memoryview(payload).nbytes)
-    return [msgspec.msgpack.encode(header), payload]
-
-
-def unpack(frames: Sequence[bytes], peer: str, connection: int = 0) -> Message:
-    """Return the message of two frames; `peer` is the name of its sender.
-
-    Raises:
-        ProtocolError: If the frames are not a header and the payload that it describes.
-    """
-    if len(frames) != 2:
-        count = "1 frame" if len(frames) == 1 else f"{len(frames)} frames"
-        raise protocol_error(peer, count, "2 frames: a header and a payload")
-    try:
-        header = from_msgpack(frames[0], MessageHeader)
-    except msgspec.MsgspecError as error:
-        raise protocol_error(peer, f"an unreadable header ({error})", "a message header") from error
-    payload = frames[1]
-    if len(payload) != header.length:
-        raise protocol_error(
-            peer, f"{len(payload)} bytes", f"{header.length} bytes of {header.kind!r}"
-        )
-    if zlib.crc32(payload) != header.crc32:
-        raise protocol_error(
-            peer, f"a damaged {header.kind!r} payload", f"CRC-32 {header.crc32:08x}"
-        )
-    return Message(header.kind, header.sequence, payload, peer, connection)
-
-
-def protocol_error(peer: str, got: str, expected: str) -> ProtocolError:
-    """Return the error for bytes that break the protocol.
-
-    In its message, `got` follows "sent", and `expected` follows "expected".
-    """
-    return ProtocolError(
-        f"{peer} sent {got}, expected {expected}. Check that both sides run the same version."
-    )
 
 
 @dataclass(frozen=True)
@@ -156,13 +65,20 @@ class ConnectionEvent:
 
 
 class Endpoint:
-    """A socket in a ZeroMQ context of its own, with deadlines, interrupts and connection events."""
+    """A socket in a ZeroMQ context of its own, with deadlines, interrupts and connection events.
+
+    Args:
+        kind: Type of the socket.
+        send_timeout: Seconds that a send waits while the queue to the peer is full.
+        copies: True if received payloads are copied; False: they are views of ZeroMQ's memory.
+    """
 
     # Monitor event that announces a connection: for a server when TCP has connected, so that its
     # limits hold before the handshake; for a client only when messages can pass.
     _opened_event: zmq.Event
 
-    def __init__(self, kind: zmq.SocketType, send_timeout: float) -> None:
+    def __init__(self, kind: zmq.SocketType, send_timeout: float, copies: bool = True) -> None:
+        self._copies = copies
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._new_socket(kind)
         self._socket.setsockopt(zmq.SNDTIMEO, round(send_timeout * 1000))
@@ -264,7 +180,9 @@ class Endpoint:
             ProtocolError: If its frames do not form a message.
         """
         frames, connection = self._receive_frames()
-        return self._unpack([frame.bytes for frame in frames], connection)
+        parts: list[bytes | memoryview] = [frame.bytes for frame in frames[:-1]]
+        parts.append(frames[-1].bytes if self._copies else frames[-1].buffer)
+        return self._unpack(parts, connection)
 
     def _receive_frames(self) -> tuple[list[zmq.Frame], int]:
         """Return the frames that are ready to be read, and the id of their connection.
@@ -298,7 +216,7 @@ class Endpoint:
     def _note_message(self, connection: int, nbytes: int) -> None:
         """Count a received message, valid or not; only the server does so."""
 
-    def _unpack(self, frames: list[bytes], connection: int) -> Message:
+    def _unpack(self, frames: list[bytes | memoryview], connection: int) -> Message:
         """Return the message of all frames; at a server the first one is the client's name."""
         return unpack(frames, self._peer_label, connection)
 
@@ -324,6 +242,8 @@ class Endpoint:
         payload: Buffer,
         *,
         sequence: int | None,
+        details: bytes = b"",
+        payload_crc32: int | None = None,
         options: Mapping[str, bool] = MappingProxyType({}),
     ) -> tuple[int, zmq.MessageTracker | None]:
         """Send a message; return its sequence number, and its tracker or None.
@@ -331,8 +251,9 @@ class Endpoint:
         Args:
             routing: Frames before the message: at a server the client's name, else none.
             peer: Name of the receiver, for errors.
-            kind, payload: See `Message`.
+            kind, payload, details: See `Message`.
             sequence: Sequence number; None for this socket's next one.
+            payload_crc32: CRC-32 of the payload, if it is known.
             options: Keyword arguments of `send_multipart`; `track=True` gives a tracker.
 
         Raises:
@@ -342,7 +263,8 @@ class Endpoint:
         if sequence is None:
             sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
         try:
-            frames = [*routing, *pack(kind, sequence, payload)]
+            message = pack(kind, sequence, payload, details=details, payload_crc32=payload_crc32)
+            frames = [*routing, *message]
             tracker = self._socket.send_multipart(frames, **options)
         except zmq.Again as error:
             raise PeerTimeoutError(
@@ -372,6 +294,7 @@ class Client(Endpoint):
         max_frame_bytes: Largest frame of a message from the server, in bytes; None: no limit.
         send_timeout: Seconds that a send waits while the queue to the server is full.
         monitor: Report connections in `connection_events`.
+        copies: See `Endpoint`.
 
     Raises:
         ConfigError: If `identity` has a wrong length, if ZeroMQ cannot connect to `address`, if
@@ -391,6 +314,7 @@ class Client(Endpoint):
         max_frame_bytes: int | None = None,
         send_timeout: float = 30.0,
         monitor: bool = False,
+        copies: bool = True,
     ) -> None:
         if (curve is None) != (server_key is None):
             raise ConfigError(
@@ -400,7 +324,7 @@ class Client(Endpoint):
             check_key("server_key", server_key)
         if not 0 < len(identity.encode()) < 256:
             raise ConfigError(got_expected("identity", identity, "1 to 255 bytes", '"rank 1"'))
-        super().__init__(zmq.DEALER, send_timeout)
+        super().__init__(zmq.DEALER, send_timeout, copies)
         self._peer_label = f"{server} ({address})"
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.MAXMSGSIZE, -1 if max_frame_bytes is None else max_frame_bytes)
@@ -421,13 +345,34 @@ class Client(Endpoint):
                 )
             ) from error
 
-    def send(self, kind: str, payload: Buffer = b"", *, sequence: int | None = None) -> int:
+    def send(
+        self,
+        kind: str,
+        payload: Buffer = b"",
+        *,
+        sequence: int | None = None,
+        details: bytes = b"",
+    ) -> int:
         """Send to the server; return the sequence number: the given one, or the next one.
 
         Raises:
             PeerTimeoutError: If the server does not read and the queue is full.
         """
-        return self._send([], self._peer_label, kind, payload, sequence=sequence)[0]
+        peer = self._peer_label
+        return self._send([], peer, kind, payload, sequence=sequence, details=details)[0]
+
+    def send_tracked(self, kind: str, payload: Buffer, *, details: bytes) -> zmq.MessageTracker:
+        """Send without copying the payload; return a tracker of ZeroMQ's use of it.
+
+        Raises:
+            PeerTimeoutError: If the server does not read and the queue is full.
+        """
+        peer = self._peer_label
+        tracker = self._send(
+            [], peer, kind, payload, sequence=None, details=details, options=TRACKED
+        )[1]
+        assert tracker is not None
+        return tracker
 
 
 def use_keys(client: zmq.Socket[bytes], curve: CurveKeys, server_key: bytes) -> None:

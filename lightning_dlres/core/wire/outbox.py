@@ -16,7 +16,7 @@ import zmq
 from lightning_dlres.core.checks import finite, whole_number
 from lightning_dlres.core.errors import PeerError, PeerLostError
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.core.wire.endpoint import Buffer, Message
+from lightning_dlres.core.wire.message import Buffer, Message
 from lightning_dlres.core.wire.server import Server
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import zmq
@@ -21,23 +20,13 @@ from zmq.auth.thread import ThreadAuthenticator
 from lightning_dlres.core.checks import whole_number
 from lightning_dlres.core.errors import ConfigError, ProtocolError, got_expected
 from lightning_dlres.core.wire.connections import Connections
-from lightning_dlres.core.wire.endpoint import (
-    PORTS,
-    ZAP_DOMAIN,
-    Buffer,
-    ConnectionEvent,
-    Endpoint,
-    Message,
-    protocol_error,
-    unpack,
-)
+from lightning_dlres.core.wire.endpoint import PORTS, TRACKED, ZAP_DOMAIN, ConnectionEvent, Endpoint
 from lightning_dlres.core.wire.keys import CurveKeys, check_key
+from lightning_dlres.core.wire.message import Buffer, Message, protocol_error, unpack
 from lightning_dlres.core.wire.refused_messages import Refusals
 
 # Seconds between two checks of the connections' limits.
 _CHECK_SECONDS = 0.1
-# Options of a send that does not copy: ZeroMQ returns a tracker of its use of the memory.
-_TRACKED = MappingProxyType({"copy": False, "track": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +65,7 @@ class Server(Endpoint):
         insecure: Bind any address without keys.
         limits: Limits of the clients' traffic.
         monitor: Report connections in `connection_events`.
+        copies: See `Endpoint`.
 
     Attributes:
         refusals: Counter of refused messages and connections.
@@ -100,6 +90,7 @@ class Server(Endpoint):
         insecure: bool = False,
         limits: SocketLimits | None = None,
         monitor: bool = False,
+        copies: bool = True,
     ) -> None:
         if curve is None and path is None and not (insecure or is_loopback(bind)):
             raise ConfigError(
@@ -123,7 +114,7 @@ class Server(Endpoint):
             # ZeroMQ would bind the port of the number's lowest 16 bits.
             raise ConfigError(got_expected("port", port, f"0 to {PORTS[-1]}", "port=5570"))
         # A timeout of 0: a client that does not read must not delay the replies to other clients.
-        super().__init__(zmq.ROUTER, send_timeout=0.0)
+        super().__init__(zmq.ROUTER, send_timeout=0.0, copies=copies)
         self.refusals = Refusals()
         self._reports_events = monitor
         limits = limits or SocketLimits()
@@ -172,7 +163,13 @@ class Server(Endpoint):
             return None
 
     def send(
-        self, peer: str, kind: str, payload: Buffer = b"", *, sequence: int | None = None
+        self,
+        peer: str,
+        kind: str,
+        payload: Buffer = b"",
+        *,
+        sequence: int | None = None,
+        details: bytes = b"",
     ) -> int:
         """Send to a client by name; return the sequence number: the given one, or the next one.
 
@@ -180,21 +177,38 @@ class Server(Endpoint):
             PeerLostError: If no such client is connected.
             PeerTimeoutError: If the client's queue is full.
         """
-        return self._send([peer.encode()], peer, kind, payload, sequence=sequence)[0]
+        return self._send([peer.encode()], peer, kind, payload, sequence=sequence, details=details)[
+            0
+        ]
 
     def send_tracked(
-        self, peer: str, kind: str, payload: Buffer, *, sequence: int
+        self,
+        peer: str,
+        kind: str,
+        payload: Buffer,
+        *,
+        sequence: int,
+        details: bytes = b"",
+        payload_crc32: int | None = None,
     ) -> zmq.MessageTracker:
         """Send without copying the payload; return a tracker of ZeroMQ's use of it.
 
-        The tracker is done when ZeroMQ no longer holds the payload.
+        The tracker is done when ZeroMQ no longer holds the payload. `payload_crc32` is its CRC-32,
+        if it is known.
 
         Raises:
             PeerLostError: If no such client is connected.
             PeerTimeoutError: If the client's queue is full.
         """
         tracker = self._send(
-            [peer.encode()], peer, kind, payload, sequence=sequence, options=_TRACKED
+            [peer.encode()],
+            peer,
+            kind,
+            payload,
+            sequence=sequence,
+            details=details,
+            payload_crc32=payload_crc32,
+            options=TRACKED,
         )[1]
         assert tracker is not None
         return tracker
@@ -251,9 +265,9 @@ class Server(Endpoint):
             self.close()
             raise ConfigError(f"cannot listen on {location}: {error}. Use {fix}.") from error
 
-    def _unpack(self, frames: list[bytes], connection: int) -> Message:
+    def _unpack(self, frames: list[bytes | memoryview], connection: int) -> Message:
         try:
-            peer = frames[0].decode()
+            peer = bytes(frames[0]).decode()
         except UnicodeDecodeError as error:
             raise protocol_error(
                 self._peer_label, f"the name {frames[0]!r}", "a name in UTF-8"

@@ -20,7 +20,8 @@ import msgspec
 
 from lightning_dlres.core.errors import DlresError, PeerLostError, PeerTimeoutError, error_named
 from lightning_dlres.core.wire.decoding import from_msgpack
-from lightning_dlres.core.wire.endpoint import Client, Message, protocol_error
+from lightning_dlres.core.wire.endpoint import Client
+from lightning_dlres.core.wire.message import Message, protocol_error
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.launch import HostProcess
 from lightning_dlres.prefetch.cache.messages import Begin, HostConfig
@@ -296,7 +297,7 @@ class CacheClient:
 
     def _handle(self, message: Message) -> None:
         if message.kind == messages.BATCH_REPLY:
-            batch = messages.unpack_batch_reply(message.payload, message.peer)
+            batch = messages.unpack_batch_reply(bytes(message.payload), message.peer)
             request_id = batch.request_id
             self._held.add(request_id)
             samples = Samples(batch, self._regions, lambda: self._release(request_id))
@@ -317,7 +318,7 @@ class CacheClient:
         elif message.kind == messages.LEFT:
             self._left.set()
         elif message.kind in (messages.BEGUN, messages.MEASURED):
-            self._answers.popleft().set_result(message.payload)
+            self._answers.popleft().set_result(bytes(message.payload))
         else:
             raise protocol_error(message.peer, f"{message.kind!r}", "a kind of `cache.messages`")
 

@@ -34,7 +34,7 @@ from lightning_dlres.core.host.disk import trim
 from lightning_dlres.core.host.free_memory import available_bytes
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.core.wire.decoding import from_json
-from lightning_dlres.core.wire.endpoint import Message, protocol_error
+from lightning_dlres.core.wire.message import Message, protocol_error
 from lightning_dlres.core.wire.server import Server
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
@@ -208,7 +208,7 @@ class CacheHost:
             elif message.kind == messages.RELEASE:
                 # A process that has left may still release batches that it read.
                 self._last_progress = time.monotonic()
-                for released in messages.unpack_release(message.payload, peer):
+                for released in messages.unpack_release(bytes(message.payload), peer):
                     self._engine.release(peer, released)
             elif peer not in self._clients:
                 raise ConfigError(
@@ -217,7 +217,7 @@ class CacheHost:
                 )
             elif message.kind == messages.BATCH_REQUEST:
                 request_id, epoch_id, epoch_slots = messages.unpack_batch_request(
-                    message.payload, peer
+                    bytes(message.payload), peer
                 )
                 self._engine.request_batch(peer, request_id, epoch_id, epoch_slots)
             elif message.kind == messages.BEGIN:

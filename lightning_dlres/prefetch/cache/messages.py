@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlres.core.wire.endpoint import protocol_error
+from lightning_dlres.core.wire.message import protocol_error
 from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
 from lightning_dlres.prefetch.order.sequence import MAX_SAMPLES, SampleIds, Tail
 from lightning_dlres.prefetch.storage.source_options import SourceConfig

@@ -7,7 +7,8 @@ from typing import cast
 import msgspec
 
 from lightning_dlres.core.comm import heartbeat
-from lightning_dlres.core.wire.endpoint import ConnectionEvent, Message
+from lightning_dlres.core.wire.endpoint import ConnectionEvent
+from lightning_dlres.core.wire.message import Message
 from lightning_dlres.core.wire.server import Server
 
 NAMES = ["rank 0", "rank 1", "rank 2"]

@@ -16,7 +16,8 @@ import zmq
 
 from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.core.host.service import STATUS
-from lightning_dlres.core.wire.endpoint import Client, Message, pack
+from lightning_dlres.core.wire.endpoint import Client
+from lightning_dlres.core.wire.message import Message, pack
 from lightning_dlres.core.wire.outbox import Outbox, ReplyLimits
 from lightning_dlres.core.wire.refused_messages import Refusals
 from lightning_dlres.core.wire.server import Server, SocketLimits

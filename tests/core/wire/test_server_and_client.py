@@ -19,8 +19,9 @@ from lightning_dlres.core.errors import (
     PeerTimeoutError,
     ProtocolError,
 )
-from lightning_dlres.core.wire.endpoint import Client, ConnectionEvent, pack, unpack
+from lightning_dlres.core.wire.endpoint import Client, ConnectionEvent
 from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.message import pack, unpack
 from lightning_dlres.core.wire.outbox import ReplyLimits
 from lightning_dlres.core.wire.server import Server, SocketLimits
 from tests.support.waiting import wait_until

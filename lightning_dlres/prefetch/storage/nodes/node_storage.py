@@ -26,8 +26,9 @@ from lightning_dlres.core.errors import (
     got_expected,
 )
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.core.wire.endpoint import Client, Message
+from lightning_dlres.core.wire.endpoint import Client
 from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.message import Message
 from lightning_dlres.prefetch.order.sequence import SampleIds
 from lightning_dlres.prefetch.storage.base import Reply, ReportProgress, Storage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
@@ -255,7 +256,7 @@ class NodeStorage(Storage):
             client.send(protocol.TABLE, msgspec.msgpack.encode(rows))
             message = client.expect(self._timeout, "a part of the table")
             if message.kind != protocol.TABLE:
-                raise ProtocolError(f"{name}: {message.payload.decode(errors='replace')}")
+                raise ProtocolError(f"{name}: {bytes(message.payload).decode(errors='replace')}")
             data = np.frombuffer(message.payload, dtype=np.uint8)
             try:
                 parts.append(SampleTable.from_bytes(data, name))
@@ -336,7 +337,7 @@ class NodeStorage(Storage):
     def _accept(self, fetch: _NodeFetch, message: Message) -> RequestFailure | None:
         """Add the samples of an answer to a fetch; return the failure if it is no valid answer."""
         if message.kind != protocol.DATA:
-            text = message.payload.decode(errors="replace")
+            text = bytes(message.payload).decode(errors="replace")
             return RequestFailure(text, is_final=message.kind == protocol.LOST)
         sizes = self.table.sizes[fetch.missing_ids[: protocol.REQUEST_SAMPLES]]
         sizes = sizes[: protocol.samples_in_reply(sizes)]

@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from lightning_dlres.core.errors import PeerError, ProtocolError
 from lightning_dlres.core.host.service import start_service
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.core.wire.endpoint import Client, Message
+from lightning_dlres.core.wire.endpoint import Client
+from lightning_dlres.core.wire.message import Message
 from lightning_dlres.prefetch.order.sequence import MAX_SAMPLES, SampleIds
 
 VERSION = 5

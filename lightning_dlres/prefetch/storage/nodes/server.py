@@ -31,8 +31,8 @@ from lightning_dlres.core.errors import (
 )
 from lightning_dlres.core.host.service import start_service
 from lightning_dlres.core.units import parse_seconds
-from lightning_dlres.core.wire.endpoint import Message, protocol_error
 from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.message import Message, protocol_error
 from lightning_dlres.core.wire.outbox import Outbox, ReplyLimits
 from lightning_dlres.core.wire.server import Server, SocketLimits
 from lightning_dlres.prefetch.storage.nodes import protocol
@@ -202,7 +202,7 @@ class StoreNode:
 
     def _samples_task(self, message: Message) -> _ReadTask:
         table = self._reader.table
-        sample_ids = protocol.unpack_sample_ids(message.payload, len(table), message.peer)
+        sample_ids = protocol.unpack_sample_ids(bytes(message.payload), len(table), message.peer)
         sizes = table.sizes[sample_ids]
         count = protocol.samples_in_reply(sizes)
         return _ReadTask(message, int(sizes[:count].sum()), sample_ids=sample_ids[:count])
