@@ -221,6 +221,10 @@ class Server(Endpoint):
         """Return a number that no later connection has, unlike the id; None if it is closed."""
         return self._connections.number(connection)
 
+    def trust(self, connection: int) -> None:
+        """Lift the limit of unread bytes for a client that has proved its identity."""
+        self._connections.trust(connection)
+
     def drop(self, connection: int, reason: str) -> None:
         """Close a client's connection and discard the messages queued for it.
 

@@ -1,0 +1,1 @@
+"""Parameter server: servers that hold the parameters, and workers that push gradients to them."""

@@ -1,0 +1,1 @@
+"""Engines of a parameter server: the servers, and the workers' end of the connections."""

@@ -1,0 +1,1 @@
+"""The server: keeps parameters and optimizer states, and answers pushes and pulls."""

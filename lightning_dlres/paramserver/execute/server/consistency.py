@@ -1,0 +1,234 @@
+"""Consistency of a job: when a push changes a parameter, and when a worker may have the result.
+
+- "bsp" (bulk synchronous): the pushes of all workers with one number are merged in the order of the
+  workers, and their mean is one update. Runs therefore repeat bitwise.
+- "asp" (asynchronous): each push is an update of its own, with 1/workers of the gradient.
+- "ssp" (stale synchronous; Ho et al., 2013): as "asp", but the result of a worker's push is
+  withheld while the worker is ahead of another by more than `staleness` pushes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_dlres.codecs.gradient.base import GradientCodec
+from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.server.key_state import KeyState
+from lightning_dlres.paramserver.execute.server.members import Members
+
+BSP, SSP, ASP = "bsp", "ssp", "asp"
+CONSISTENCIES = (BSP, SSP, ASP)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer to a worker about a key: a message's kind, and the number in it."""
+
+    worker: int
+    kind: str
+    number: int
+    workers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PushedGradient:
+    """A push, as far as the merge needs it.
+
+    Attributes:
+        worker: Sender.
+        number: Its number.
+        data: Payload; None without a gradient.
+        codec: Codec of the payload; None for raw bytes.
+        options: Options of the parameter's group.
+        is_held: True if the update waits for a commit.
+        clip_value: Bound of the merged gradient's elements; 0 for none.
+        base: Number from which the worker's process has begun.
+    """
+
+    worker: int
+    number: int
+    data: memoryview | None
+    codec: GradientCodec | None
+    options: dict[str, Any]
+    is_held: bool
+    clip_value: float
+    base: int
+
+
+# Applies a key's merged gradient to its parameter.
+Update = Callable[[KeyState], None]
+
+
+class Synchronous:
+    """Merge of the pushes of all workers, for "bsp".
+
+    Args:
+        members: Workers of the job.
+        update: See `Update`.
+    """
+
+    def __init__(self, members: Members, update: Update) -> None:
+        self._members, self._update = members, update
+        self._workers = len(members.by_index)
+
+    def push(self, state: KeyState, push: PushedGradient) -> list[Answer]:
+        """Take a push; return the answers that it makes possible."""
+        version = state.applied[push.worker]
+        if push.number != version + 1 or self._has_pushed(state, push.worker):
+            return [self.pull(state, push.worker, push.number)]
+        if push.worker == 0:
+            state.options, state.clip_value = push.options, push.clip_value
+        state.has_previous = False
+        state.pending[push.worker] = push.data
+        self._merge(state, push.codec)
+        if state.merged < self._workers:
+            return []
+        state.gradient.div_(self._workers)
+        if push.is_held:
+            state.is_held = True
+            norm = state.gradient.double().square().sum() if state.has_gradient else 0.0
+            state.norm = float(norm)
+            return [Answer(worker, protocol.MERGED, push.number) for worker in self._active()]
+        self._apply(state)
+        return [Answer(worker, protocol.VALUE, push.number) for worker in self._active()]
+
+    def pull(self, state: KeyState, worker: int, number: int) -> Answer:
+        """Return the answer to a worker that wants its push of a number in the parameter."""
+        version = state.applied[worker]
+        if number <= version:
+            return Answer(worker, protocol.VALUE, number)
+        if number > version + 1 or not self._has_pushed(state, worker):
+            return Answer(worker, protocol.BEHIND, version)
+        if state.is_held:
+            return Answer(worker, protocol.MERGED, number)
+        missing = [other for other in range(self._workers) if not self._has_pushed(state, other)]
+        return Answer(worker, protocol.WAITING, number, tuple(missing))
+
+    def commit(self, state: KeyState, worker: int, number: int, scale: float) -> list[Answer]:
+        """Apply a held gradient, multiplied by a factor."""
+        if number == state.applied[worker] + 1 and state.is_held:
+            if scale != 1.0:
+                state.gradient.mul_(scale)
+            self._apply(state)
+        return [self.pull(state, worker, number)]
+
+    def rejoin(self, states: Iterable[KeyState], worker: int) -> None:
+        """Let a new process of a worker take part; nothing changes, since all wait for it."""
+
+    def shut_out(self, states: Iterable[KeyState]) -> list[tuple[KeyState, Answer]]:
+        """Return the answers that are possible now that a worker was shut out: none."""
+        return []
+
+    def _has_pushed(self, state: KeyState, worker: int) -> bool:
+        return worker < state.merged or worker in state.pending
+
+    def _active(self) -> list[int]:
+        return [index for index, one in enumerate(self._members.by_index) if one.is_active]
+
+    def _merge(self, state: KeyState, codec: GradientCodec | None) -> None:
+        """Merge the pushes whose turn it is. All have the codec of the job."""
+        while state.merged in state.pending:
+            data = state.pending.pop(state.merged)
+            if data is not None:
+                state.add(data, codec, is_first=not state.has_gradient)
+                state.has_gradient = True
+            state.merged += 1
+
+    def _apply(self, state: KeyState) -> None:
+        if state.has_gradient:
+            if state.clip_value:
+                state.gradient.clamp_(-state.clip_value, state.clip_value)
+            state.require_unshared()
+            previous = state.parameter.detach().clone()
+            self._update(state)
+            state.gradient.copy_(previous)
+        else:
+            state.gradient.copy_(state.parameter.detach())
+        state.has_previous = True
+        state.applied[:] = [version + 1 for version in state.applied]
+        state.merged, state.is_held, state.has_gradient = 0, False, False
+
+
+class Asynchronous:
+    """Pushes that are updates of their own, for "asp" and "ssp".
+
+    Args:
+        members: Workers of the job.
+        update: See `Update`.
+        staleness: Largest number of pushes by which a worker may be ahead of another; None for any.
+    """
+
+    def __init__(self, members: Members, update: Update, staleness: int | None) -> None:
+        self._members, self._update, self._staleness = members, update, staleness
+        # Workers whose results are withheld, by key.
+        self._withheld: dict[int, set[int]] = {}
+
+    def push(self, state: KeyState, push: PushedGradient) -> list[Answer]:
+        """Take a push; return the answers that it makes possible."""
+        # A restarted server may have forgotten that the worker has rejoined.
+        state.applied[push.worker] = max(state.applied[push.worker], push.base)
+        if push.number != state.applied[push.worker] + 1:
+            return [self.pull(state, push.worker, push.number)]
+        if push.data is not None:
+            state.add(push.data, push.codec, is_first=True)
+            state.gradient.mul_(1 / len(state.applied))
+            if push.clip_value:
+                state.gradient.clamp_(-push.clip_value, push.clip_value)
+            state.options = push.options
+            state.require_unshared()
+            self._update(state)
+        state.applied[push.worker] += 1
+        return [self.pull(state, push.worker, push.number), *self._released(state)]
+
+    def pull(self, state: KeyState, worker: int, number: int) -> Answer:
+        """Return the answer to a worker that wants its push of a number in the parameter."""
+        applied = state.applied[worker]
+        if number > applied:
+            return Answer(worker, protocol.BEHIND, applied)
+        slower = self._slower(state, applied)
+        if not slower:
+            return Answer(worker, protocol.VALUE, number)
+        self._withheld.setdefault(state.key.index, set()).add(worker)
+        return Answer(worker, protocol.WAITING, number, tuple(slower))
+
+    def commit(self, state: KeyState, worker: int, number: int, scale: float) -> list[Answer]:
+        """Refuse: no update waits for a commit."""
+        raise ProtocolError("a commit needs consistency 'bsp'.")
+
+    def rejoin(self, states: Iterable[KeyState], worker: int) -> None:
+        """Let a new process of a worker take part, as if it were as far as the slowest other one.
+
+        Otherwise the others would wait until it has caught up.
+        """
+        for state in states:
+            others = [
+                state.applied[index]
+                for index, one in enumerate(self._members.by_index)
+                if index != worker and one.is_active
+            ]
+            state.applied[worker] = max(state.applied[worker], min(others, default=0))
+
+    def shut_out(self, states: Iterable[KeyState]) -> list[tuple[KeyState, Answer]]:
+        """Return the answers that are possible now that a worker was shut out."""
+        return [(state, answer) for state in states for answer in self._released(state)]
+
+    def _released(self, state: KeyState) -> list[Answer]:
+        """Return the values that need not be withheld any more."""
+        withheld = self._withheld.pop(state.key.index, set())
+        answers = [self.pull(state, worker, state.applied[worker]) for worker in withheld]
+        return [answer for answer in answers if answer.kind == protocol.VALUE]
+
+    def _slower(self, state: KeyState, applied: int) -> list[int]:
+        """Return the workers that are too far behind one with so many applied pushes."""
+        if self._staleness is None:
+            return []
+        return [
+            index
+            for index, one in enumerate(self._members.by_index)
+            if not one.is_shut_out
+            and not one.has_left
+            and applied - state.applied[index] > self._staleness
+        ]

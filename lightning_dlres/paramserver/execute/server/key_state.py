@@ -1,0 +1,140 @@
+"""A key on a server: its parameter, the gradient that is being merged, and its version."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import zmq
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_dlres.codecs.gradient.base import GradientCodec
+from lightning_dlres.core.arrays import byte_array
+from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.paramserver.plan.keys import Key
+
+
+@dataclass
+class KeyState:
+    """State of a key.
+
+    Under "bsp" all workers' pushes of a number are merged into one update. Otherwise every push is
+    an update.
+
+    Attributes:
+        key: The key.
+        parameter: Its value.
+        gradient: Gradient that is being merged. Under "bsp" it holds the previous value of the
+            parameter between an update and the next push, for a worker that rejoins in between.
+        applied: Number of the latest push of each worker in the parameter.
+        durable: The same for the copy of the key in the latest snapshot.
+        updates: Number of updates.
+        pending: Payloads that cannot be merged yet, by worker; None for a push without gradient.
+        merged: Number of workers whose pushes are merged; workers merge in the order of their
+            indices.
+        has_gradient: True if one of the merged pushes had a gradient.
+        is_held: True if all pushes are merged, and the update waits for a commit.
+        norm: Squared norm of the merged gradient, if it is held.
+        options: Options of the parameter's group for the update.
+        clip_value: Bound of the merged gradient's elements; 0 for none.
+        has_previous: True if `gradient` holds the previous value of the parameter.
+        loaded: True once the initial value has arrived.
+    """
+
+    key: Key
+    parameter: nn.Parameter
+    gradient: Tensor
+    applied: list[int]
+    durable: list[int]
+    updates: int = 0
+    pending: dict[int, memoryview | None] = field(default_factory=dict)
+    merged: int = 0
+    has_gradient: bool = False
+    is_held: bool = False
+    norm: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+    clip_value: float = 0.0
+    has_previous: bool = False
+    loaded: bool = False
+    _crc32: int | None = None
+    _sent: list[zmq.MessageTracker] = field(default_factory=list)
+
+    @classmethod
+    def new(cls, key: Key, workers: int) -> KeyState:
+        """Return the state of a key without a value.
+
+        Raises:
+            ProtocolError: If the key's description contradicts itself.
+        """
+        dtype = getattr(torch, key.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ProtocolError(
+                f"{key} has the dtype {key.dtype!r}, expected a floating-point one."
+            )
+        count, is_valid = math.prod(key.shape), min(key.shape, default=0) >= 0
+        if not is_valid or count != key.count or count * dtype.itemsize != key.nbytes:
+            raise ProtocolError(f"{key} has {key.nbytes} bytes, but the shape {key.shape}.")
+        try:
+            value, gradient = (torch.empty(key.shape, dtype=dtype) for _ in range(2))
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise ProtocolError(f"no memory for {key.nbytes} bytes of {key}.") from error
+        return cls(
+            key=key,
+            parameter=nn.Parameter(value, requires_grad=False),
+            gradient=gradient,
+            applied=[0] * workers,
+            durable=[0] * workers,
+        )
+
+    def payload(self) -> NDArray[np.uint8]:
+        """Return the parameter's bytes, without a copy."""
+        return byte_array(self.parameter.detach())
+
+    def previous(self) -> NDArray[np.uint8]:
+        """Return the bytes of the parameter's previous value, without a copy."""
+        return byte_array(self.gradient)
+
+    def crc32(self) -> int:
+        """Return the CRC-32 of the parameter's bytes."""
+        if self._crc32 is None:
+            self._crc32 = zlib.crc32(self.payload().data)
+        return self._crc32
+
+    def note_sent(self, tracker: zmq.MessageTracker) -> None:
+        """Note that ZeroMQ still reads the parameter until a tracker is done."""
+        self._sent = [*(one for one in self._sent if not one.done), tracker]
+
+    def set_value(self, data: memoryview) -> None:
+        """Replace the value by raw bytes, whose number must fit."""
+        self.require_unshared()
+        self.payload()[:] = np.frombuffer(data, np.uint8)
+
+    def require_unshared(self) -> None:
+        """Move the value to other memory if ZeroMQ may still send the old one."""
+        self._crc32 = None
+        if any(not tracker.done for tracker in self._sent):
+            self.parameter.data = self.parameter.data.clone()
+        self._sent.clear()
+
+    def add(self, data: memoryview, codec: GradientCodec | None, *, is_first: bool) -> None:
+        """Add a pushed gradient to the merged one, or put it there if it is the first."""
+        values, total = as_tensor(data), self.gradient.view(-1)
+        if codec is not None:
+            codec.expand(values, total, accumulate=not is_first)
+        elif is_first:
+            byte_array(self.gradient)[:] = np.frombuffer(data, np.uint8)
+        else:
+            total.add_(values.view(total.dtype))
+
+
+def as_tensor(data: memoryview) -> Tensor:
+    """Return uint8[n] over received bytes, or over a copy if they are not aligned or writable."""
+    array = np.frombuffer(data, np.uint8)
+    if array.ctypes.data % 8 or not array.flags.writeable:
+        array = array.copy()
+    return torch.from_numpy(array)

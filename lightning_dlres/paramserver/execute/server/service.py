@@ -1,0 +1,432 @@
+"""A server: answers the requests of workers, shuts out silent ones, and makes snapshots.
+
+One thread does everything, between two messages: merges, updates, copies for a snapshot. ZeroMQ's
+own thread receives and sends in the meantime, and another thread writes snapshots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from lightning_dlres.core.errors import ConfigError, PeerError, ProtocolError, text_of
+from lightning_dlres.core.host.service import start_service
+from lightning_dlres.core.units import parse_seconds
+from lightning_dlres.core.wire.decoding import from_msgpack
+from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.message import Message
+from lightning_dlres.core.wire.server import Server, SocketLimits
+from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.server.consistency import Answer
+from lightning_dlres.paramserver.execute.server.shard import Shard
+from lightning_dlres.paramserver.execute.server.snapshots import SnapshotFiles, SnapshotTask
+from lightning_dlres.paramserver.execute.server.status import server_status
+from lightning_dlres.paramserver.execute.server.values import ValueQueue
+
+# Longest wait for a message in seconds: when idle, and while values wait to be sent.
+_IDLE_SECONDS, _SENDING_SECONDS = 0.25, 0.002
+# Messages that wait for the server, of each worker.
+_LIMITS = SocketLimits(
+    frame_bytes=protocol.FRAME_BYTES, unread_bytes=256 << 20, connections=1024, queued=64
+)
+# Seconds between two looks for silent workers.
+_LOOK_SECONDS = 0.25
+_R = TypeVar("_R", bound=protocol.Request)
+
+
+class ParameterServer:
+    """Server of a part of the parameters; it runs in a thread until `close`.
+
+    Args:
+        bind, port, curve, allowed, allow_any, insecure: See `core.wire.server.Server`.
+        snapshot: Directory of snapshots; None: the parameters are lost with the server. A server
+            that finds a snapshot of its port there goes on from it.
+        snapshot_every: Seconds between two snapshots, or text such as "30s".
+
+    Attributes:
+        address: Address for workers.
+
+    Raises:
+        ConfigError: If the address cannot be bound, or the snapshot is damaged.
+    """
+
+    def __init__(
+        self,
+        *,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        curve: CurveKeys | None = None,
+        allowed: Collection[bytes] = (),
+        allow_any: bool = False,
+        insecure: bool = False,
+        snapshot: Path | None = None,
+        snapshot_every: float | str = "30s",
+    ) -> None:
+        self._snapshot_seconds = parse_seconds(snapshot_every, "snapshot_every")
+        self._server = Server(
+            bind=bind,
+            port=port,
+            curve=curve,
+            allowed=allowed,
+            allow_any=allow_any,
+            insecure=insecure,
+            limits=_LIMITS,
+            copies=False,
+        )
+        self.address = self._server.address
+        self._files: SnapshotFiles | None = None
+        self._boot, self._started = secrets.randbits(62), time.monotonic()
+        self._shard: Shard | None = None
+        self._values: ValueQueue | None = None
+        self._task: SnapshotTask | None = None
+        self._last_snapshot: float | None = None
+        self._snapshot_error = ""
+        self._wants_snapshot = False
+        self._next_snapshot = self._next_look = 0.0
+        if snapshot is not None:
+            self._files = SnapshotFiles(snapshot, int(self.address.rpartition(":")[2]))
+            try:
+                snapshot.mkdir(parents=True, exist_ok=True)
+                self._use(self._files.load(self._started))
+            except OSError as error:
+                self._server.close()
+                raise ConfigError(
+                    f"snapshot must be a writable directory, got {snapshot}: {error.strerror}. Use "
+                    "another one."
+                ) from error
+            except ConfigError:
+                self._server.close()
+                raise
+        self._handlers: dict[str, Callable[[Message], None]] = {
+            protocol.HELLO: self._hello,
+            protocol.LOAD: self._load,
+            protocol.START: self._start,
+            protocol.PUSH: self._push,
+            protocol.PULL: self._pull,
+            protocol.COMMIT: self._commit,
+            protocol.STATE: self._state,
+            protocol.VERSIONS: self._versions,
+            protocol.PING: self._ping,
+            protocol.SNAPSHOT: self._snapshot,
+            protocol.LEAVE: self._leave,
+        }
+        self._closing = threading.Event()
+        self._thread = start_service(self._run, "dlres-ps")
+
+    def close(self) -> None:
+        """Stop serving, without a last snapshot. May be called again."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._server.interrupt()
+        self._thread.join()
+        self._server.close()
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def refused(self) -> int:
+        """Number of messages and connections that were refused."""
+        return self._server.refusals.count
+
+    def status(self) -> protocol.ServerStatus:
+        """Return the state of the server."""
+        now = time.monotonic()
+        return server_status(
+            self._shard,
+            address=self.address,
+            now=now,
+            uptime=now - self._started,
+            snapshot_seconds=-1.0 if self._last_snapshot is None else now - self._last_snapshot,
+            snapshot_error=self._snapshot_error,
+            refused=self.refused,
+        )
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            is_sending = self._values is not None and not self._values.is_empty
+            # A snapshot goes on between two messages, without waiting for one.
+            copied = self._advance_snapshot()
+            wait = 0.0 if copied else _SENDING_SECONDS if is_sending else _IDLE_SECONDS
+            message = self._server.receive(wait)
+            if message is not None:
+                self._handle(message)
+                # Free the payload. Otherwise it stays in memory until the next message comes.
+                del message
+            if self._values is not None:
+                self._values.advance()
+            self._look(time.monotonic())
+
+    def _handle(self, message: Message) -> None:
+        try:
+            if message.kind == protocol.STATUS:
+                payload = msgspec.msgpack.encode(self.status())
+                self._answer(message, protocol.STATUS, payload)
+            elif message.kind == protocol.SETUP:
+                self._setup(message)
+            elif message.kind in self._handlers:
+                self._handlers[message.kind](message)
+            else:
+                raise ProtocolError(f"{message.peer} sent an unknown request {message.kind!r}.")
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            self._server.refusals.note(error)
+            if self._is_of_job(message):
+                self._answer(message, protocol.FAILED, text_of(error).encode())
+
+    def _is_of_job(self, message: Message) -> bool:
+        with contextlib.suppress(ProtocolError, msgspec.MsgspecError):
+            # Every request begins with the fields of `Request`.
+            request = from_msgpack(message.details, list)
+            return self._shard is not None and request[:1] == [self._shard.setup.job]
+        return False
+
+    def _admitted(self, message: Message, kind: type[_R]) -> tuple[Shard, _R] | None:
+        """Return the shard and the request; None, after an answer, if it may not be carried out.
+
+        Raises:
+            ProtocolError: If the details are malformed.
+        """
+        request = message.decode_details(kind)
+        shard = self._shard
+        if shard is None or request.job != shard.setup.job:
+            self._answer(message, protocol.UNKNOWN_JOB)
+            return None
+        if request.worker >= shard.setup.workers:
+            raise ProtocolError(f"worker {request.worker} of {shard.setup.workers}.")
+        if shard.members.is_shut_out(request):
+            self._answer(message, protocol.FENCED)
+            return None
+        self._server.trust(message.connection)
+        if shard.members.admit(request, message.peer, time.monotonic()):
+            shard.rejoin(request.worker)
+            assert self._values is not None
+            self._values.forget(request.worker)
+            self._save_members()
+        return shard, request
+
+    def _setup(self, message: Message) -> None:
+        setup = message.decode(protocol.JobSetup)
+        if self._shard is not None:
+            if self._shard.setup.job == setup.job:
+                self._answer(message, protocol.DONE)
+                return
+            if not self._shard.members.are_over():
+                text = "the server is busy with another job. Wait for its end, or start another."
+                self._answer(message, protocol.FAILED, text.encode())
+                return
+        try:
+            shard = Shard(setup, is_persistent=self._files is not None, now=time.monotonic())
+        except ProtocolError as error:
+            self._server.refusals.note(error)
+            self._answer(message, protocol.FAILED, text_of(error).encode())
+            return
+        self._end_job()
+        self._use(shard)
+        self._answer(message, protocol.DONE)
+
+    def _use(self, shard: Shard | None) -> None:
+        self._shard = shard
+        self._values = None if shard is None else ValueQueue(self._server, shard)
+
+    def _end_job(self) -> None:
+        """Forget the job, and what would bring it back."""
+        if self._task is not None:
+            self._task.finish()
+            self._task = None
+        if self._files is not None:
+            self._files.remove()
+        self._last_snapshot = None
+        self._use(None)
+
+    def _hello(self, message: Message) -> None:
+        hello = message.decode_details(protocol.Hello)
+        if hello.version != protocol.VERSION:
+            raise ProtocolError(
+                f"{message.peer} speaks version {hello.version} of the protocol, expected "
+                f"{protocol.VERSION}."
+            )
+        admitted = self._admitted(message, protocol.Hello)
+        if admitted is not None:
+            welcome = protocol.Welcome(
+                version=protocol.VERSION, boot=self._boot, is_started=admitted[0].is_started
+            )
+            self._answer(message, protocol.WELCOME, msgspec.msgpack.encode(welcome))
+
+    def _load(self, message: Message) -> None:
+        admitted = self._admitted(message, protocol.Load)
+        if admitted is not None:
+            admitted[0].load(admitted[1], memoryview(message.payload))
+            self._answer(message, protocol.DONE)
+
+    def _start(self, message: Message) -> None:
+        admitted = self._admitted(message, protocol.Request)
+        if admitted is None:
+            return
+        shard = admitted[0]
+        if not shard.is_started:
+            if self._files is not None:
+                # Before the first push: a server that is killed must find the parameters again.
+                self._task = SnapshotTask(self._files, shard)
+                self._task.finish()
+                self._conclude_snapshot(self._task, time.monotonic())
+                if self._snapshot_error:
+                    raise ProtocolError(f"no snapshot could be written: {self._snapshot_error}.")
+                self._save_members()
+            shard.start()
+        self._answer(message, protocol.DONE)
+
+    def _push(self, message: Message) -> None:
+        admitted = self._admitted(message, protocol.Push)
+        if admitted is not None:
+            shard, push = admitted
+            shard.members.by_index[push.worker].pushed_bytes += len(message.payload)
+            self._reply(push.key, shard.push(push, memoryview(message.payload)))
+
+    def _pull(self, message: Message) -> None:
+        admitted = self._admitted(message, protocol.KeyRequest)
+        if admitted is not None:
+            shard, request = admitted
+            self._reply(request.key, [shard.pull(request)])
+
+    def _commit(self, message: Message) -> None:
+        admitted = self._admitted(message, protocol.Commit)
+        if admitted is not None:
+            shard, commit = admitted
+            for key, answer in shard.commit(commit, memoryview(message.payload)):
+                self._reply(key, [answer])
+
+    def _state(self, message: Message) -> None:
+        admitted = self._admitted(message, protocol.KeyRequest)
+        if admitted is not None:
+            shard, request = admitted
+            state = shard.state_of(request.key)
+            payload = protocol.encode_state(shard.optimizer_state(state))
+            self._answer(message, protocol.STATE, payload)
+
+    def _versions(self, message: Message) -> None:
+        admitted = self._admitted(message, protocol.Request)
+        if admitted is not None:
+            shard, request = admitted
+            payload = msgspec.msgpack.encode(shard.versions(request.worker))
+            self._answer(message, protocol.VERSIONS, payload)
+
+    def _ping(self, message: Message) -> None:
+        if self._admitted(message, protocol.Request) is not None:
+            self._answer(message, protocol.DONE)
+
+    def _snapshot(self, message: Message) -> None:
+        admitted = self._admitted(message, protocol.Request)
+        if admitted is not None:
+            self._wants_snapshot = True
+            self._send_durable(admitted[0], admitted[1].worker)
+
+    def _leave(self, message: Message) -> None:
+        admitted = self._admitted(message, protocol.Request)
+        if admitted is None:
+            return
+        shard, request = admitted
+        shard.members.by_index[request.worker].has_left = True
+        self._answer(message, protocol.DONE)
+        if shard.members.have_left():
+            # Kept in memory: the worker asks again if the answer is lost.
+            if self._files is not None:
+                self._files.remove()
+        else:
+            self._save_members()
+
+    def _reply(self, key: int, answers: Iterable[Answer]) -> None:
+        """Send answers about a key."""
+        shard, values = self._shard, self._values
+        assert shard is not None
+        assert values is not None
+        state = shard.states[key]
+        for answer in answers:
+            if answer.kind == protocol.VALUE:
+                values.add(answer.worker, key, answer.number)
+                continue
+            reply = protocol.KeyReply(
+                key=key,
+                number=answer.number,
+                durable=shard.durable(state, answer.worker),
+                workers=list(answer.workers),
+                norm=state.norm,
+            )
+            peer = shard.members.by_index[answer.worker].peer
+            with contextlib.suppress(PeerError):
+                self._server.send(
+                    peer, answer.kind, sequence=0, details=msgspec.msgpack.encode(reply)
+                )
+
+    def _answer(self, message: Message, kind: str, payload: bytes = b"") -> None:
+        # A worker that is gone needs no answer, and one that reads too slowly asks again.
+        with contextlib.suppress(PeerError):
+            self._server.send(message.peer, kind, payload, sequence=message.sequence)
+
+    def _look(self, now: float) -> None:
+        """Shut out silent workers."""
+        if now < self._next_look or self._shard is None:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        silent, released = self._shard.shut_out_silent(now)
+        if silent:
+            self._save_members()
+        for key, answer in released:
+            self._reply(key, [answer])
+
+    def _save_members(self) -> None:
+        if self._files is None or self._shard is None:
+            return
+        try:
+            self._files.save_members(self._shard.setup.job, self._shard.members.records())
+        except OSError as error:
+            self._snapshot_error = str(error)
+
+    def _advance_snapshot(self) -> bool:
+        """Go on with a snapshot, begin one that is due, or end one; True if a key was copied."""
+        shard = self._shard
+        if self._files is None or shard is None or not shard.is_started:
+            return False
+        now = time.monotonic()
+        if self._task is None:
+            is_due = self._wants_snapshot or now >= self._next_snapshot
+            if not is_due or shard.members.have_left():
+                return False
+            self._wants_snapshot = False
+            self._task = SnapshotTask(self._files, shard)
+        if self._task.is_done:
+            self._conclude_snapshot(self._task, now)
+            return False
+        self._task.abandon_if_failed()
+        return self._task.advance()
+
+    def _conclude_snapshot(self, task: SnapshotTask, now: float) -> None:
+        self._task = None
+        self._next_snapshot = now + self._snapshot_seconds
+        self._snapshot_error = task.error
+        if task.error:
+            self._server.refusals.note(f"no snapshot: {task.error}")
+            return
+        self._last_snapshot = now
+        task.note_durable()
+        assert self._shard is not None
+        for worker, member in enumerate(self._shard.members.by_index):
+            if member.is_active:
+                self._send_durable(self._shard, worker)
+
+    def _send_durable(self, shard: Shard, worker: int) -> None:
+        payload = msgspec.msgpack.encode(shard.versions(worker))
+        with contextlib.suppress(PeerError):
+            self._server.send(
+                shard.members.by_index[worker].peer, protocol.DURABLE, payload, sequence=0
+            )

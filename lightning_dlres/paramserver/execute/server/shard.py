@@ -1,0 +1,250 @@
+"""One server's part of a job: its keys, its optimizers and the workers that it knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from lightning_dlres.codecs.gradient.base import GradientCodec
+from lightning_dlres.core.errors import ConfigError, ProtocolError
+from lightning_dlres.core.wire.decoding import from_msgpack
+from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.server.consistency import (
+    BSP,
+    CONSISTENCIES,
+    SSP,
+    Answer,
+    Asynchronous,
+    PushedGradient,
+    Synchronous,
+)
+from lightning_dlres.paramserver.execute.server.key_state import KeyState
+from lightning_dlres.paramserver.execute.server.members import MemberRecord, Members
+from lightning_dlres.paramserver.execute.server.optimizers import ServerOptimizers
+from lightning_dlres.paramserver.gradient_codecs import codec_of, job_codec
+
+# Largest job that a server accepts.
+MAX_WORKERS, MAX_KEYS = 4096, 1_000_000
+
+
+class Shard:
+    """Keys of one server.
+
+    Args:
+        setup: Description of the job.
+        records: Records of its workers, of an earlier process of this server.
+        is_persistent: True if snapshots are made.
+        now: Clock in seconds.
+
+    Attributes:
+        setup: Description of the job.
+        members: Workers of the job.
+        states: State of each key, by the index of the key.
+        is_started: True once all keys have a value and workers may begin.
+
+    Raises:
+        ProtocolError: If the description contradicts itself.
+    """
+
+    def __init__(
+        self,
+        setup: protocol.JobSetup,
+        records: list[MemberRecord] | None = None,
+        *,
+        is_persistent: bool = False,
+        now: float = 0.0,
+    ) -> None:
+        _check_setup(setup)
+        self.setup, self.is_started, self._is_persistent = setup, False, is_persistent
+        self.members = Members(setup.workers, setup.worker_deadline, records, now)
+        self.states = {key.index: KeyState.new(key, setup.workers) for key in setup.keys}
+        parameters = [self.states[key.index].parameter for key in setup.keys]
+        self._optimizers = ServerOptimizers(setup.optimizers, setup.keys, parameters)
+        try:
+            codec = job_codec(setup.codec, setup.codec_options)
+        except ConfigError as error:
+            raise ProtocolError(str(error)) from error
+        self._codecs: dict[int, GradientCodec | None] = {
+            key.index: codec_of(key, codec) for key in setup.keys
+        }
+        self._consistency: Synchronous | Asynchronous
+        if setup.consistency == BSP:
+            self._consistency = Synchronous(self.members, self._update)
+        else:
+            staleness = setup.staleness if setup.consistency == SSP else None
+            self._consistency = Asynchronous(self.members, self._update, staleness)
+
+    def state_of(self, index: int) -> KeyState:
+        """Return the state of a key.
+
+        Raises:
+            ProtocolError: If this server has no such key.
+        """
+        state = self.states.get(index)
+        if state is None:
+            raise ProtocolError(f"key {index} is not one of this server.")
+        return state
+
+    def load(self, load: protocol.Load, data: memoryview) -> None:
+        """Set the initial value of a key, or a part of its optimizer state.
+
+        Raises:
+            ProtocolError: If the data does not fit, or the job has begun.
+        """
+        if self.is_started:
+            # The request was sent twice, and the job has begun in between.
+            return
+        state = self.state_of(load.key)
+        if not load.state:
+            if len(data) != state.key.nbytes:
+                raise ProtocolError(
+                    f"{len(data)} bytes for {state.key}, which has {state.key.nbytes}."
+                )
+            state.set_value(data)
+            state.loaded = True
+            return
+        self.set_optimizer_state(state, load.state, load.dtype, load.shape, data)
+
+    def set_optimizer_state(
+        self, state: KeyState, name: str, dtype: str, shape: tuple[int, ...], data: memoryview
+    ) -> None:
+        """Set a part of a key's optimizer state; `dtype` is "" for a number, as msgpack.
+
+        Raises:
+            ProtocolError: If the data does not fit.
+        """
+        value: Any
+        if not dtype:
+            value = _number(data)
+        else:
+            value = protocol.tensor_of(dtype, shape, data)
+        self._optimizers.set_state(state.key, state.parameter, name, value)
+
+    def optimizer_state(self, state: KeyState) -> dict[str, Any]:
+        """Return the optimizer state of a key."""
+        return self._optimizers.state(state.key, state.parameter)
+
+    def start(self) -> None:
+        """Let the workers begin.
+
+        Raises:
+            ProtocolError: If a key has no value.
+        """
+        missing = [str(state.key) for state in self.states.values() if not state.loaded]
+        if missing:
+            raise ProtocolError(f"{len(missing)} keys have no value yet, such as {missing[0]}.")
+        self.is_started = True
+
+    def push(self, push: protocol.Push, data: memoryview) -> list[Answer]:
+        """Take a push; return the answers that it makes possible.
+
+        Raises:
+            ProtocolError: If the push does not fit its key.
+        """
+        state = self._started(push.key)
+        codec = self._codecs[push.key]
+        if push.has_gradient:
+            expected = state.key.nbytes if codec is None else codec.payload_bytes(state.key.count)
+            if len(data) != expected or push.codec != (codec.name if codec else ""):
+                raise ProtocolError(
+                    f"{len(data)} bytes of codec {push.codec!r} for {state.key}, expected "
+                    f"{expected} of {codec.name if codec else ''!r}."
+                )
+        options = from_msgpack(push.options, dict[str, Any])
+        clip = push.clip_value
+        if not math.isfinite(clip) or clip < 0:
+            raise ProtocolError(f"clip_value {clip} for {state.key}.")
+        return self._consistency.push(
+            state,
+            PushedGradient(
+                push.worker,
+                push.number,
+                data if push.has_gradient else None,
+                codec,
+                options,
+                push.is_held,
+                clip,
+                push.base,
+            ),
+        )
+
+    def pull(self, request: protocol.KeyRequest) -> Answer:
+        """Return the answer to a worker that wants a key."""
+        return self._consistency.pull(self._started(request.key), request.worker, request.number)
+
+    def commit(self, commit: protocol.Commit, data: memoryview) -> Iterator[tuple[int, Answer]]:
+        """Apply held updates; yield key and answer.
+
+        Raises:
+            ProtocolError: If the payload is malformed.
+        """
+        if not math.isfinite(commit.scale):
+            raise ProtocolError(f"the scale {commit.scale} of a commit.")
+        for key, number in from_msgpack(data, list[tuple[protocol.Count, protocol.Count]]):
+            state = self._started(key)
+            for answer in self._consistency.commit(state, commit.worker, number, commit.scale):
+                yield key, answer
+
+    def rejoin(self, worker: int) -> None:
+        """Let a new process of a worker take part."""
+        self._consistency.rejoin(self.states.values(), worker)
+
+    def shut_out_silent(self, now: float) -> tuple[list[int], list[tuple[int, Answer]]]:
+        """Shut out silent workers; return them, and the answers that this makes possible."""
+        silent = self.members.shut_out_silent(now)
+        if not silent:
+            return [], []
+        released = self._consistency.shut_out(self.states.values())
+        return silent, [(state.key.index, answer) for state, answer in released]
+
+    def versions(self, worker: int) -> list[protocol.KeyVersion]:
+        """Return the version of every key for a worker."""
+        return [
+            protocol.KeyVersion(
+                key=index, number=state.applied[worker], durable=self.durable(state, worker)
+            )
+            for index, state in self.states.items()
+        ]
+
+    def durable(self, state: KeyState, worker: int) -> int:
+        """Return the number of the worker's latest push that need not be sent again."""
+        return (state.durable if self._is_persistent else state.applied)[worker]
+
+    def _started(self, key: int) -> KeyState:
+        if not self.is_started:
+            raise ProtocolError("the job has not started.")
+        return self.state_of(key)
+
+    def _update(self, state: KeyState) -> None:
+        state.parameter.grad = state.gradient
+        try:
+            self._optimizers.update(state.key, state.parameter, state.options)
+        finally:
+            state.parameter.grad = None
+        state.updates += 1
+
+
+def _check_setup(setup: protocol.JobSetup) -> None:
+    indices = {key.index for key in setup.keys}
+    if not 1 <= setup.workers <= MAX_WORKERS or len(setup.keys) > MAX_KEYS:
+        raise ProtocolError(f"a job of {setup.workers} workers and {len(setup.keys)} keys.")
+    if len(indices) < len(setup.keys) or min(indices, default=0) < 0:
+        raise ProtocolError("two keys with the same index.")
+    if setup.consistency not in CONSISTENCIES or not setup.worker_deadline > 0:
+        raise ProtocolError(
+            f"the consistency {setup.consistency!r} with a deadline of {setup.worker_deadline} s."
+        )
+    for key in setup.keys:
+        fits = 0 <= key.optimizer < len(setup.optimizers)
+        if not fits or not 0 <= key.group < len(setup.optimizers[key.optimizer].groups):
+            raise ProtocolError(f"{key} is of optimizer {key.optimizer}, group {key.group}.")
+
+
+def _number(data: memoryview) -> Any:
+    try:
+        return from_msgpack(data, bool | int | float | None)  # type: ignore[arg-type]
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"a state that is no number: {error}") from error

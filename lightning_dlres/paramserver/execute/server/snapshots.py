@@ -1,0 +1,329 @@
+"""Snapshots: files from which a killed server starts again.
+
+A snapshot is written key by key, while the server goes on: each key is copied between two messages,
+and a thread writes the copies. Keys may therefore be of different versions. Workers send again what
+a key of a restarted server lacks.
+
+A file has a magic number and records. A record is its length, a msgpack header, and raw data. The
+first record describes the job, one follows for each key, and the last one has their number. A file
+gets its name only when it is complete and on the disk. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from torch import Tensor
+
+from lightning_dlres.core.arrays import byte_array
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.wire.decoding import from_msgpack
+from lightning_dlres.paramserver.execute.server.key_state import KeyState
+from lightning_dlres.paramserver.execute.server.members import MemberRecord
+from lightning_dlres.paramserver.execute.server.shard import Shard
+from lightning_dlres.paramserver.protocol import JobSetup
+
+_MAGIC = b"DLRESPS1"
+_LENGTH = struct.Struct("<Q")
+# Copies that wait for the disk, in bytes; more would only take memory.
+_MAX_WAITING_BYTES = 8 << 20
+# Names of a key's tensors, beside those of the optimizer's state.
+_PARAMETER, _PREVIOUS = "parameter", "previous"
+
+
+class _Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """Tensor of a key: its name, whether it is optimizer state, dtype, shape and bytes."""
+
+    name: str
+    is_state: bool
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class _KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Header of a key's record; the data of the tensors follows."""
+
+    key: int
+    applied: list[int]
+    updates: int
+    tensors: list[_Tensor]
+    numbers: dict[str, Any]
+    crc32: int
+
+
+class _End(msgspec.Struct, frozen=True, kw_only=True):
+    """Header of the last record."""
+
+    keys: int
+
+
+class _MemberFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of the file of members."""
+
+    job: bytes
+    members: list[MemberRecord]
+
+
+@dataclass(frozen=True)
+class SnapshotFiles:
+    """Paths of one server's files in a directory.
+
+    Attributes:
+        directory: The directory.
+        port: Port of the server; it tells the files of several servers apart.
+    """
+
+    directory: Path
+    port: int
+
+    @property
+    def values(self) -> Path:
+        """File of the parameters and optimizer states."""
+        return self.directory / f"server-{self.port}.snapshot"
+
+    @property
+    def members(self) -> Path:
+        """File of the workers that were admitted or shut out."""
+        return self.directory / f"server-{self.port}.members"
+
+    def remove(self) -> None:
+        """Remove all files."""
+        for path in (self.values, self.members, _partial(self.values), _partial(self.members)):
+            path.unlink(missing_ok=True)
+
+    def save_members(self, job: bytes, records: list[MemberRecord]) -> None:
+        """Write the file of members; it is on the disk when this returns.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        data = msgspec.msgpack.encode(_MemberFile(job=job, members=records))
+        with _partial(self.members).open("wb") as file:
+            file.write(data)
+            _finish(file, self.members)
+
+    def load(self, now: float) -> Shard | None:
+        """Return the shard of the files; None without a snapshot.
+
+        Args:
+            now: Clock in seconds, for the workers' deadlines.
+
+        Raises:
+            ConfigError: If the snapshot is damaged.
+        """
+        if not self.values.exists():
+            return None
+        try:
+            with self.values.open("rb") as file:
+                return _read(file, self._member_records(), now)
+        except (OSError, ValueError, msgspec.MsgspecError, struct.error) as error:
+            raise ConfigError(
+                f"snapshot must be a directory of intact snapshots, got {self.values} ({error}). "
+                "Remove the file to start anew."
+            ) from error
+
+    def _member_records(self) -> _MemberFile | None:
+        with contextlib.suppress(FileNotFoundError):
+            return from_msgpack(self.members.read_bytes(), _MemberFile)
+        return None
+
+
+class SnapshotTask:
+    """A snapshot that is being made.
+
+    Args:
+        files: Files of the server.
+        shard: The shard.
+
+    Attributes:
+        error: Reason why it failed; "" otherwise.
+    """
+
+    def __init__(self, files: SnapshotFiles, shard: Shard) -> None:
+        self.error = ""
+        self._path, self._shard = files.values, shard
+        self._to_copy = list(shard.states.values())[::-1]
+        # Versions of the copied keys, by index.
+        self._applied: dict[int, list[int]] = {}
+        self._queue: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="dlres-ps-snapshot", daemon=True)
+        self._put([_MAGIC, *_record(shard.setup)])
+        self._thread.start()
+
+    def advance(self) -> bool:
+        """Copy another key, unless the disk lags behind; return True if a key was copied."""
+        if not self._to_copy or self._waiting_bytes > _MAX_WAITING_BYTES or self.error:
+            return False
+        state = self._to_copy.pop()
+        self._applied[state.key.index] = list(state.applied)
+        self._put(_key_record(self._shard, state))
+        if not self._to_copy:
+            self._put(_record(_End(keys=len(self._applied))))
+            self._queue.put(None)
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        """True once the file is complete, or has failed."""
+        return not self._thread.is_alive()
+
+    def note_durable(self) -> None:
+        """Note in all keys that their copies are on the disk."""
+        for index, applied in self._applied.items():
+            self._shard.states[index].durable[:] = applied
+
+    def finish(self) -> None:
+        """Copy all keys, and wait until the file is complete or has failed."""
+        while self._to_copy and not self.error:
+            self._waiting_bytes = 0
+            self.advance()
+        self.abandon_if_failed()
+        self._thread.join()
+
+    def abandon_if_failed(self) -> None:
+        """End the thread after an error."""
+        if self.error:
+            self._queue.put(None)
+
+    def _put(self, parts: list[bytes]) -> None:
+        with self._lock:
+            self._waiting_bytes += sum(map(len, parts))
+        self._queue.put(parts)
+
+    def _run(self) -> None:
+        try:
+            with _partial(self._path).open("wb") as file:
+                while (parts := self._queue.get()) is not None:
+                    for part in parts:
+                        file.write(part)
+                    with self._lock:
+                        self._waiting_bytes -= sum(map(len, parts))
+                _finish(file, self._path)
+        except OSError as error:
+            self.error = str(error)
+            with contextlib.suppress(OSError):
+                _partial(self._path).unlink(missing_ok=True)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def _finish(file: BinaryIO, path: Path) -> None:
+    """Bring a partial file to the disk, and give it its name."""
+    file.flush()
+    os.fsync(file.fileno())
+    _partial(path).replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _record(header: msgspec.Struct) -> list[bytes]:
+    encoded = msgspec.msgpack.encode(header)
+    return [_LENGTH.pack(len(encoded)), encoded]
+
+
+def _key_record(shard: Shard, state: KeyState) -> list[bytes]:
+    """Return the record of a key, with copies of its tensors."""
+    tensors = [(_PARAMETER, False, state.parameter.detach())]
+    if state.has_previous:
+        tensors.append((_PREVIOUS, False, state.gradient))
+    numbers = {}
+    for name, value in shard.optimizer_state(state).items():
+        if isinstance(value, Tensor):
+            tensors.append((name, True, value.detach().contiguous()))
+        else:
+            numbers[name] = value
+    data = [byte_array(tensor).tobytes() for _, _, tensor in tensors]
+    crc32 = 0
+    for part in data:
+        crc32 = zlib.crc32(part, crc32)
+    record = _KeyRecord(
+        key=state.key.index,
+        applied=list(state.applied),
+        updates=state.updates,
+        tensors=[
+            _Tensor(name, is_state, str(t.dtype).removeprefix("torch."), tuple(t.shape), len(part))
+            for (name, is_state, t), part in zip(tensors, data, strict=True)
+        ],
+        numbers=numbers,
+        crc32=crc32,
+    )
+    return [*_record(record), *data]
+
+
+def _read(file: BinaryIO, members: _MemberFile | None, now: float) -> Shard:
+    """Return the shard of a snapshot.
+
+    Raises:
+        ValueError: If the snapshot is damaged.
+    """
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise ValueError("not a snapshot of this version")
+    setup = from_msgpack(_header(file), JobSetup)
+    is_same_job = members is not None and members.job == setup.job
+    records = members.members if members is not None and is_same_job else None
+    shard = Shard(setup, records, is_persistent=True, now=now)
+    keys = 0
+    while keys < len(shard.states):
+        record = from_msgpack(_header(file), _KeyRecord)
+        _restore(shard, record, list(_data(file, record.tensors)))
+        keys += 1
+    if from_msgpack(_header(file), _End).keys != keys:
+        raise ValueError("a wrong number of keys")
+    shard.start()
+    return shard
+
+
+def _header(file: BinaryIO) -> bytes:
+    (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+    header = file.read(length)
+    if len(header) < length:
+        raise ValueError("a record is cut off")
+    return header
+
+
+def _data(file: BinaryIO, tensors: Sequence[_Tensor]) -> Iterator[bytes]:
+    for tensor in tensors:
+        data = file.read(tensor.nbytes)
+        if len(data) < tensor.nbytes:
+            raise ValueError("the data of a key is cut off")
+        yield data
+
+
+def _restore(shard: Shard, record: _KeyRecord, data: list[bytes]) -> None:
+    state, crc32 = shard.state_of(record.key), 0
+    for part in data:
+        crc32 = zlib.crc32(part, crc32)
+    if crc32 != record.crc32 or len(record.applied) != len(state.applied):
+        raise ValueError(f"the data of {state.key} is damaged")
+    for tensor, part in zip(record.tensors, data, strict=True):
+        view = memoryview(part)
+        if tensor.is_state:
+            shard.set_optimizer_state(state, tensor.name, tensor.dtype, tensor.shape, view)
+        elif tensor.name == _PARAMETER:
+            state.set_value(view)
+            state.loaded = True
+        else:
+            byte_array(state.gradient)[:] = bytearray(part)
+            state.has_previous = True
+    for name, value in record.numbers.items():
+        shard.set_optimizer_state(state, name, "", (), memoryview(msgspec.msgpack.encode(value)))
+    state.applied[:], state.durable[:] = record.applied, record.applied
+    state.updates = record.updates

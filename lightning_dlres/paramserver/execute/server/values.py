@@ -1,0 +1,104 @@
+"""Queue of the values that a server sends to each worker, earliest needed first.
+
+Only a few messages are handed to ZeroMQ at a time. The others wait as indices of keys, so a worker
+that reads slowly costs no memory, and a value is as new as possible when it is sent.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from lightning_dlres.core.errors import PeerError
+from lightning_dlres.core.wire.server import Server
+from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.server.key_state import KeyState
+from lightning_dlres.paramserver.execute.server.shard import Shard
+
+# Bytes that ZeroMQ holds for one worker at a time.
+_IN_FLIGHT_BYTES = 4 << 20
+
+
+@dataclass
+class _Queue:
+    """Values for one worker: the wanted numbers by key, and trackers with bytes of those sent."""
+
+    keys: list[int] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)
+    in_flight: deque[tuple[zmq.MessageTracker, int]] = field(default_factory=deque)
+    nbytes: int = 0
+
+
+class ValueQueue:
+    """Sender of values; only for the server's thread.
+
+    Args:
+        server: The server's socket.
+        shard: Keys of the server.
+    """
+
+    def __init__(self, server: Server, shard: Shard) -> None:
+        self._server, self._shard = server, shard
+        self._queues = [_Queue() for _ in shard.members.by_index]
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no value waits to be sent."""
+        return not any(queue.keys for queue in self._queues)
+
+    def add(self, worker: int, key: int, number: int) -> None:
+        """Add a value; it is sent once, however often it is added before."""
+        queue = self._queues[worker]
+        if key not in queue.numbers:
+            heapq.heappush(queue.keys, key)
+        queue.numbers[key] = number
+
+    def forget(self, worker: int) -> None:
+        """Discard what waits for a worker, since its process was replaced."""
+        self._queues[worker] = _Queue()
+
+    def advance(self) -> None:
+        """Send values, as many as may be in flight."""
+        for worker, queue in enumerate(self._queues):
+            while queue.in_flight and queue.in_flight[0][0].done:
+                queue.nbytes -= queue.in_flight.popleft()[1]
+            while queue.keys and queue.nbytes < _IN_FLIGHT_BYTES:
+                key = heapq.heappop(queue.keys)
+                number = queue.numbers.pop(key)
+                if not self._send(worker, queue, self._shard.states[key], number):
+                    self.forget(worker)
+                    break
+
+    def _send(self, worker: int, queue: _Queue, state: KeyState, number: int) -> bool:
+        """Send the value of a key; return False if the worker is not connected."""
+        member, latest = self._shard.members.by_index[worker], state.applied[worker]
+        is_previous = number == latest - 1 and state.has_previous
+        reply = protocol.KeyReply(
+            key=state.key.index,
+            number=number if is_previous else latest,
+            durable=self._shard.durable(state, worker),
+        )
+        # The next push overwrites the previous value, so ZeroMQ gets a copy of it.
+        payload = state.previous().copy() if is_previous else state.payload()
+        try:
+            tracker = self._server.send_tracked(
+                member.peer,
+                protocol.VALUE,
+                payload.data,
+                sequence=0,
+                details=msgspec.msgpack.encode(reply),
+                payload_crc32=None if is_previous else state.crc32(),
+            )
+        except PeerError:
+            # The worker asks again when it is back, or when it reads again.
+            return False
+        if not is_previous:
+            state.note_sent(tracker)
+        queue.in_flight.append((tracker, state.key.nbytes))
+        queue.nbytes += state.key.nbytes
+        member.pulled_bytes += state.key.nbytes
+        return True

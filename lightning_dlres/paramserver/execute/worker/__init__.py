@@ -1,0 +1,1 @@
+"""The worker: pushes gradients to the servers, and receives parameters from them."""

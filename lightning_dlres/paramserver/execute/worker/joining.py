@@ -1,0 +1,205 @@
+"""Beginning of a session: worker 0 starts the job, and every worker joins it.
+
+A process that takes the place of a killed worker joins a job that is under way. It first sends
+again what its predecessor has left in the log. Then it takes the parameters with which the current
+step has begun, and takes part in that step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from lightning_dlres.core.arrays import byte_array
+from lightning_dlres.core.wire.message import Message
+from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.server.consistency import BSP
+from lightning_dlres.paramserver.execute.worker.exchange import Exchange
+from lightning_dlres.paramserver.execute.worker.job import Job
+from lightning_dlres.paramserver.execute.worker.link import PendingRequest, ServerLink
+from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
+from lightning_dlres.paramserver.execute.worker.waits import ServerWaits
+
+
+class Joining:
+    """Start of a job, and entry into it.
+
+    Args:
+        job: The job.
+        parameters: Parameters of this worker.
+        exchange: State of the exchange.
+        links: Connections to all servers.
+        waits: Waits for the servers.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        parameters: KeyedParameters,
+        exchange: Exchange,
+        links: Sequence[ServerLink],
+        waits: ServerWaits,
+    ) -> None:
+        self._job, self._parameters, self._exchange = job, parameters, exchange
+        self._links, self._waits = links, waits
+
+    def start(self, states: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+        """Describe the job to the servers and give them the parameters; only worker 0 calls it.
+
+        Args:
+            states: Optimizer state by index of the key, of a checkpoint.
+
+        Raises:
+            PeerError: If a server refuses the job, or does not answer in time.
+        """
+        setups = [(link, self._setup(link.index)) for link in self._links]
+        self._waits.answers(
+            [
+                link.request(protocol.SETUP, setup, msgspec.msgpack.encode(setup))
+                for link, setup in setups
+            ]
+        )
+        new = [
+            link
+            for link, answer in zip(self._links, self._greet(), strict=True)
+            if not answer.decode(protocol.Welcome).is_started
+        ]
+        for link in new:
+            self._load(link, states or {})
+        self._waits.answers(
+            [link.request(protocol.START, self._exchange.request()) for link in new]
+        )
+
+    def join(self) -> int:
+        """Take part, and land the parameters; return the number of updates that are in them.
+
+        A process that takes the place of a killed one goes on from there. Under "bsp" its next
+        pushes must be those of the following step.
+
+        Raises:
+            PeerError: If a server does not answer in time, or another worker does not push.
+        """
+        deadline = time.monotonic() + self._job.timeout
+        while not all(one.decode(protocol.Welcome).is_started for one in self._greet()):
+            self._waits.pause(deadline, "worker 0, which starts the job")
+        for link in self._links:
+            link.pings = True
+        while True:
+            numbers = self._replay()
+            lowest, highest = min(numbers, default=0), max(numbers, default=0)
+            if self._job.consistency != BSP:
+                wanted = numbers
+            elif highest - lowest <= 1:
+                # If a step is under way, take part in it.
+                wanted = [lowest] * len(numbers)
+            else:
+                self._waits.pause(deadline, "the other workers, which bring a server up to date")
+                continue
+            if self._pull(wanted):
+                return lowest
+            self._waits.pause(deadline, "a server that was started again")
+
+    def _setup(self, server: int) -> protocol.JobSetup:
+        job = self._job
+        return protocol.JobSetup(
+            job=job.token,
+            workers=job.workers,
+            consistency=job.consistency,
+            staleness=job.staleness,
+            server=server,
+            servers=len(job.servers),
+            keys=[key for key in job.keys if key.server == server],
+            optimizers=list(job.optimizers),
+            worker_deadline=job.worker_deadline,
+            codec="" if job.codec is None else job.codec.name,
+            codec_options=dict(job.codec_options or {}),
+        )
+
+    def _greet(self) -> list[Message]:
+        request = self._exchange.request()
+        hello = protocol.Hello(
+            job=request.job,
+            worker=request.worker,
+            incarnation=request.incarnation,
+            version=protocol.VERSION,
+        )
+        return self._waits.answers([link.request(protocol.HELLO, hello) for link in self._links])
+
+    def _load(self, link: ServerLink, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Give a server the parameters and optimizer states of its keys."""
+        pending = []
+        for index, key in enumerate(self._job.keys):
+            if key.server != link.index:
+                continue
+            value = self._parameters.value(key)
+            pending.append(self._load_part(link, index, "", value))
+            for name, part in states.get(index, {}).items():
+                pending.append(self._load_part(link, index, name, part))
+        self._waits.answers(pending)
+
+    def _load_part(self, link: ServerLink, key: int, name: str, value: Any) -> PendingRequest:
+        if isinstance(value, Tensor):
+            tensor = value.detach().cpu().contiguous()
+            payload: Any = byte_array(tensor).data
+            dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        else:
+            payload, dtype, shape = msgspec.msgpack.encode(value), "", ()
+        load = protocol.Load(
+            job=self._exchange.job,
+            worker=self._exchange.worker,
+            incarnation=self._exchange.incarnation,
+            key=key,
+            number=0,
+            state=name,
+            dtype=dtype,
+            shape=shape,
+        )
+        return link.request(protocol.LOAD, load, payload)
+
+    def _replay(self) -> list[int]:
+        """Ask for the number of each key, and send what the servers lack; return the numbers."""
+        request = self._exchange.request()
+        answers = self._waits.answers(
+            [link.request(protocol.VERSIONS, request) for link in self._links]
+        )
+        numbers = [0] * len(self._exchange.keys)
+        log = self._exchange.log
+        with self._exchange.lock:
+            for answer in answers:
+                for version in answer.decode(list[protocol.KeyVersion]):
+                    numbers[version.key] = version.number
+                    log.note_durable(version.key, version.durable)
+            for index, number in enumerate(numbers):
+                latest = log.latest(index)
+                self._exchange.keys[index].number = max(number, latest)
+                for missing in range(number + 1, latest + 1):
+                    entry = log.get(index, missing)
+                    if entry is not None:
+                        self._links[self._exchange.keys[index].key.server].push(entry)
+        return numbers
+
+    def _pull(self, numbers: Sequence[int]) -> bool:
+        """Land the values of these numbers; return False if a server has only newer ones."""
+        with self._exchange.lock:
+            for index, number in enumerate(numbers):
+                self._exchange.expect(index, number, is_queued=False)
+                request = self._exchange.key_request(index, number)
+                self._links[self._exchange.keys[index].key.server].post(protocol.PULL, request)
+        self._waits.until(lambda: not self._exchange.awaited)
+        with self._exchange.lock:
+            keys = self._exchange.keys
+            fits = all(
+                one.value_number == number for one, number in zip(keys, numbers, strict=True)
+            )
+            if not fits and self._job.consistency == BSP:
+                for one in keys:
+                    one.value, one.expected = None, -1
+                return False
+            for index, one in enumerate(keys):
+                one.number = self._exchange.bases[index] = numbers[index]
+        self._exchange.land(self._parameters)
+        return True

@@ -1,0 +1,341 @@
+"""Connection of a worker to one server, with a thread that sends, receives and asks again.
+
+Nothing is taken for granted: a message may be lost, arrive twice, or arrive late. The thread asks
+for each awaited value from time to time. The server then sends it, names the workers that it waits
+for, or asks for pushes that it lacks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from lightning_dlres.core.errors import PeerError, PeerLostError, ProtocolError
+from lightning_dlres.core.wire.decoding import from_msgpack
+from lightning_dlres.core.wire.endpoint import Client
+from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.message import Buffer, Message
+from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
+from lightning_dlres.paramserver.execute.worker.push_log import LogEntry
+
+# Bytes of pushes that ZeroMQ holds at a time.
+_IN_FLIGHT_BYTES = 4 << 20
+# Requests without an answer at a time.
+_MAX_REQUESTS = 8
+# Longest wait for a message in seconds: when idle, and while pushes wait to be sent.
+_IDLE_SECONDS, _SENDING_SECONDS = 0.05, 0.002
+# Queries in one look, and the largest factor by which the time between two queries grows.
+_MAX_QUERIES, _MAX_BACKOFF = 32, 8
+# Answers that ask for pushes that are not in the log, before the worker gives up. A late message
+# may ask for some that nobody needs any more.
+_MAX_UNANSWERABLE = 20
+# Requests have larger sequence numbers than pushes, whose numbers ZeroMQ's client gives.
+_FIRST_SEQUENCE = 1 << 32
+
+
+@dataclass
+class PendingRequest:
+    """Request that is sent until its answer arrives.
+
+    Attributes:
+        kind, details, payload: The message.
+        sent: Clock when it was last sent; -inf before.
+        answer: Its answer; None before.
+    """
+
+    kind: str
+    details: bytes
+    payload: Buffer = b""
+    sent: float = -math.inf
+    answer: Message | None = None
+
+
+class ServerLink:
+    """Connection to one server.
+
+    Args:
+        address: Address of the server.
+        index: Index of the server.
+        exchange: State of the exchange, shared by all threads.
+        retry_seconds: Time without an answer after which a message is sent again.
+        curve, server_key: See `core.wire.endpoint.Client`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        index: int,
+        exchange: Exchange,
+        *,
+        retry_seconds: float,
+        curve: CurveKeys | None = None,
+        server_key: bytes | None = None,
+    ) -> None:
+        self.address, self.index = address, index
+        self.name = f"server {index} ({address})"
+        # Servers know no job, and answer no ping, before worker 0 has described it.
+        self.pings = False
+        # Clock at the last message of the server; -inf before the first.
+        self.last_heard = -math.inf
+        self._exchange, self._retry_seconds = exchange, retry_seconds
+        self._client = Client(
+            f"worker {exchange.worker}/{exchange.incarnation}",
+            address,
+            server=f"server {index}",
+            curve=curve,
+            server_key=server_key,
+            max_frame_bytes=protocol.FRAME_BYTES,
+            copies=False,
+        )
+        self._keys = [one for one in exchange.keys if one.key.server == index]
+        # Pushes to be sent: earliest needed first, and by number.
+        self._pushes: list[tuple[int, int, LogEntry]] = []
+        self._in_flight: deque[tuple[zmq.MessageTracker, int]] = deque()
+        self._in_flight_bytes = 0
+        self._queued: set[tuple[int, int]] = set()
+        self._requests: dict[int, PendingRequest] = {}
+        self._posts: deque[tuple[str, bytes, bytes]] = deque()
+        self._sequences = itertools.count(_FIRST_SEQUENCE)
+        self._next_query = self._next_ping = 0.0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"dlres-ps-{index}", daemon=True)
+        self._thread.start()
+
+    def push(self, entry: LogEntry) -> None:
+        """Send a push; the caller holds the exchange's lock."""
+        if (entry.key, entry.number) in self._queued:
+            return
+        self._queued.add((entry.key, entry.number))
+        heapq.heappush(self._pushes, (entry.key, entry.number, entry))
+        self._client.interrupt()
+
+    def request(self, kind: str, details: msgspec.Struct, payload: Buffer = b"") -> PendingRequest:
+        """Send a request until it is answered; its answer comes later."""
+        pending = PendingRequest(kind, msgspec.msgpack.encode(details), payload)
+        with self._exchange.lock:
+            self._requests[next(self._sequences)] = pending
+        self._client.interrupt()
+        return pending
+
+    def post(self, kind: str, details: msgspec.Struct, payload: bytes = b"") -> None:
+        """Send a message once, which has no answer of its own."""
+        with self._exchange.lock:
+            self._posts.append((kind, msgspec.msgpack.encode(details), payload))
+        self._client.interrupt()
+
+    def post_commit(self, numbers: list[tuple[int, int]], scale: float) -> None:
+        """Send a commit of keys, by index and number."""
+        request = self._exchange.request()
+        commit = protocol.Commit(
+            job=request.job, worker=request.worker, incarnation=request.incarnation, scale=scale
+        )
+        self.post(protocol.COMMIT, commit, msgspec.msgpack.encode(numbers))
+
+    def close(self) -> None:
+        """End the thread, and close the connection. May be called again."""
+        self._closing = True
+        self._client.interrupt()
+        self._thread.join()
+        self._client.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                try:
+                    self._turn()
+                except ProtocolError:
+                    # A damaged message is like a lost one: what it answered is asked for again.
+                    continue
+        except PeerError as error:
+            self._exchange.fail(error)
+        except Exception as error:  # The training thread must not wait for an ended thread.
+            self._exchange.fail(PeerError(f"the connection to {self.name} failed: {error!r}"))
+
+    def _turn(self) -> None:
+        """Send what is due, and handle the next message."""
+        with self._exchange.lock:
+            self._send_pushes()
+            self._send_requests(time.monotonic())
+            while self._posts:
+                kind, details, payload = self._posts.popleft()
+                self._client.send(kind, payload, details=details)
+            is_sending = bool(self._pushes)
+        message = self._client.receive(_SENDING_SECONDS if is_sending else _IDLE_SECONDS)
+        with self._exchange.lock:
+            now = time.monotonic()
+            if message is not None:
+                self.last_heard = now
+                self._handle(message, now)
+            if now >= self._next_query:
+                self._next_query = now + self._retry_seconds / 4
+                self._query(now)
+            if now >= self._next_ping:
+                self._next_ping = now + max(self._retry_seconds, 0.5)
+                self._send_ping()
+
+    def _send_pushes(self) -> None:
+        while self._in_flight and self._in_flight[0][0].done:
+            self._in_flight_bytes -= self._in_flight.popleft()[1]
+        while self._pushes and self._in_flight_bytes < _IN_FLIGHT_BYTES:
+            key, number, entry = heapq.heappop(self._pushes)
+            self._queued.discard((key, number))
+            if entry.is_durable:
+                continue
+            tracker = self._client.send_tracked(
+                protocol.PUSH, entry.payload, details=self._current(entry.details)
+            )
+            entry.trackers = [one for one in entry.trackers if not one.done]
+            entry.trackers.append(tracker)
+            nbytes = len(entry.payload)
+            self._in_flight.append((tracker, nbytes))
+            self._in_flight_bytes += nbytes
+            self._exchange.pushed_bytes += nbytes
+            exchange = self._exchange.keys[key]
+            if exchange.expected == number:
+                exchange.is_queued = False
+                exchange.touched = time.monotonic()
+
+    def _current(self, details: bytes) -> bytes:
+        """Return the details of a push as one of this process, also if a predecessor made it."""
+        push = from_msgpack(details, protocol.Push)
+        if push.incarnation == self._exchange.incarnation:
+            return details
+        return msgspec.msgpack.encode(
+            msgspec.structs.replace(push, incarnation=self._exchange.incarnation)
+        )
+
+    def _send_requests(self, now: float) -> None:
+        waiting = [(n, one) for n, one in self._requests.items() if one.answer is None]
+        for sequence, pending in waiting[:_MAX_REQUESTS]:
+            if now - pending.sent >= self._retry_seconds:
+                pending.sent = now
+                self._client.send(
+                    pending.kind, pending.payload, sequence=sequence, details=pending.details
+                )
+
+    def _query(self, now: float) -> None:
+        """Ask for values that have been awaited for long."""
+        asked = 0
+        for one in self._keys:
+            if not one.is_awaited or one.is_queued or one.is_merged:
+                continue
+            wait = self._retry_seconds * min(1 << min(one.queries, 8), _MAX_BACKOFF)
+            if now - one.touched < wait:
+                continue
+            one.touched, one.queries = now, one.queries + 1
+            self._send_details(
+                protocol.PULL, self._exchange.key_request(one.key.index, one.expected)
+            )
+            asked += 1
+            if asked == _MAX_QUERIES:
+                return
+
+    def _send_ping(self) -> None:
+        if self.pings and not self._requests:
+            self._send_details(protocol.PING, self._exchange.request())
+
+    def _send_details(self, kind: str, details: msgspec.Struct, payload: bytes = b"") -> None:
+        self._client.send(kind, payload, details=msgspec.msgpack.encode(details))
+
+    def _handle(self, message: Message, now: float) -> None:
+        kind = message.kind
+        if kind == protocol.FENCED:
+            raise PeerLostError(
+                f"{self.name} has shut this process out: it was silent for longer than the "
+                "deadline of workers, or another process has taken its place. Start the worker "
+                "again; it then rejoins."
+            )
+        if kind in (protocol.VALUE, protocol.MERGED, protocol.WAITING, protocol.BEHIND):
+            self._handle_key(message, now)
+        elif kind == protocol.DURABLE:
+            for version in message.decode(list[protocol.KeyVersion]):
+                self._exchange.log.note_durable(version.key, version.durable)
+            self._exchange.changed.notify_all()
+        else:
+            self._handle_answer(message)
+
+    def _handle_answer(self, message: Message) -> None:
+        pending = self._requests.get(message.sequence)
+        if pending is None:
+            if message.sequence >= _FIRST_SEQUENCE:
+                # The answer to a request that was sent twice.
+                return
+            if message.kind == protocol.UNKNOWN_JOB:
+                raise PeerLostError(
+                    f"{self.name} was started again and has lost the parameters. Start servers "
+                    "with --snapshot DIR."
+                )
+            if message.kind == protocol.FAILED:
+                raise PeerError(f"{self.name} refused: {bytes(message.payload).decode()}")
+            return
+        if message.kind == protocol.UNKNOWN_JOB and pending.kind == protocol.HELLO:
+            # Worker 0 has not described the job yet: ask again later.
+            return
+        del self._requests[message.sequence]
+        if message.kind == protocol.FAILED:
+            raise PeerError(f"{self.name} refused: {bytes(message.payload).decode()}")
+        if message.kind == protocol.UNKNOWN_JOB:
+            raise PeerLostError(f"{self.name} does not know this job.")
+        pending.answer = message
+        self._exchange.changed.notify_all()
+
+    def _handle_key(self, message: Message, now: float) -> None:
+        reply = message.decode_details(protocol.KeyReply)
+        if reply.key >= len(self._exchange.keys):
+            raise ProtocolError(f"{self.name} sent key {reply.key}.")
+        one = self._exchange.keys[reply.key]
+        self._exchange.log.note_durable(reply.key, reply.durable)
+        if message.kind == protocol.VALUE:
+            self._take_value(one, reply, message)
+        elif message.kind == protocol.MERGED:
+            self._take_merged(one, reply)
+        elif message.kind == protocol.WAITING:
+            if reply.number == one.expected:
+                one.waiting_for = tuple(reply.workers)
+        else:
+            self._resend(one, reply.number)
+
+    def _take_value(self, one: KeyExchange, reply: protocol.KeyReply, message: Message) -> None:
+        if not one.is_awaited or reply.number < one.expected:
+            return
+        payload = memoryview(message.payload)
+        if len(payload) != one.key.nbytes:
+            raise ProtocolError(f"{self.name} sent {len(payload)} bytes of {one.key}.")
+        one.value, one.value_number, one.is_merged = payload, reply.number, False
+        self._exchange.pulled_bytes += len(payload)
+        self._exchange.answered(reply.key, has_value=True)
+
+    def _take_merged(self, one: KeyExchange, reply: protocol.KeyReply) -> None:
+        entry = self._exchange.log.get(reply.key, reply.number)
+        if entry is not None and not math.isnan(entry.scale):
+            # The commit was lost, or the server was started again.
+            self.post_commit([(reply.key, reply.number)], entry.scale)
+        elif reply.number == one.expected and one.is_awaited:
+            one.is_merged, one.norm = True, reply.norm
+            self._exchange.answered(reply.key, has_value=False)
+
+    def _resend(self, one: KeyExchange, number: int) -> None:
+        """Send the pushes of a key after a number again."""
+        if number >= one.number:
+            return
+        log = self._exchange.log
+        entries = [log.get(one.key.index, n) for n in range(number + 1, one.number + 1)]
+        if entries[0] is None:
+            one.unanswerable += 1
+            if one.unanswerable > _MAX_UNANSWERABLE:
+                raise PeerLostError(
+                    f"{self.name} has lost push {number + 1} of {one.key}, which is not in this "
+                    "worker's log any more. Resume from a checkpoint."
+                )
+        for entry in entries:
+            if entry is not None:
+                self.push(entry)

@@ -1,0 +1,297 @@
+"""A worker's session with the servers of a job: join, push, wait, land, leave.
+
+Each push gets the next number of its key. A value with that number, or a larger one, answers it.
+Values that arrive early stay in ZeroMQ's memory until `land` copies them into the parameters:
+backward may still need the old ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_dlres.codecs.gradient.base import GradientCodec, State
+from lightning_dlres.core.arrays import byte_array
+from lightning_dlres.core.errors import ConfigError, PeerTimeoutError
+from lightning_dlres.core.units import format_bytes, format_seconds
+from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
+from lightning_dlres.paramserver.execute.worker.job import Job
+from lightning_dlres.paramserver.execute.worker.joining import Joining
+from lightning_dlres.paramserver.execute.worker.link import ServerLink
+from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters, part_of
+from lightning_dlres.paramserver.execute.worker.push_log import PushLog
+from lightning_dlres.paramserver.execute.worker.waits import ServerWaits
+from lightning_dlres.paramserver.gradient_codecs import codec_of
+
+# Details of a push in the log, in bytes, beyond its payload.
+_DETAILS_BYTES = 2048
+# Longest wait for the farewell of servers, in seconds: one may be gone already.
+_LEAVE_SECONDS = 5.0
+_POLL_SECONDS = 0.2
+
+
+class WorkerSession:
+    """Session of one worker.
+
+    Args:
+        job: The job.
+        parameters: The parameters.
+
+    Attributes:
+        exchange: State of the exchange.
+
+    Raises:
+        ConfigError: If an address is wrong, or the log cannot be made.
+    """
+
+    def __init__(self, job: Job, parameters: KeyedParameters) -> None:
+        self._job, self._parameters = job, parameters
+        too_large = next((key for key in job.keys if key.nbytes > protocol.FRAME_BYTES), None)
+        if too_large is not None:
+            raise ConfigError(
+                f"each parameter must have at most {format_bytes(protocol.FRAME_BYTES)} with this "
+                f"optimizer, got {format_bytes(too_large.nbytes)} in {too_large.name}. Use an "
+                "optimizer that treats every element by itself, such as AdamW."
+            )
+        round_bytes = sum(key.nbytes + _DETAILS_BYTES for key in job.keys)
+        path = None
+        if job.log_directory is not None:
+            # The name must not give the token away.
+            name = hashlib.sha256(job.token).hexdigest()[:24]
+            path = job.log_directory / f"dlres-ps-{name}-{job.worker}"
+        self.exchange = Exchange(
+            job=job.token,
+            worker=job.worker,
+            incarnation=time.time_ns(),
+            keys=[KeyExchange(key) for key in job.keys],
+            log=PushLog(max(job.log_bytes, 2 * round_bytes), path),
+            bases=[0] * len(job.keys),
+        )
+        self._codecs = [codec_of(key, job.codec) for key in job.keys]
+        self._residuals: dict[int, State] = {}
+        self._links: list[ServerLink] = []
+        try:
+            for index, address in enumerate(job.servers):
+                self._links.append(
+                    ServerLink(
+                        address,
+                        index,
+                        self.exchange,
+                        retry_seconds=job.retry_seconds,
+                        curve=job.curve,
+                        server_key=job.server_keys[index] if job.curve is not None else None,
+                    )
+                )
+        except ConfigError:
+            self.close()
+            raise
+        self._waits = ServerWaits(self.exchange, self._links, job.timeout, job.retry_seconds)
+        self._joining = Joining(job, parameters, self.exchange, self._links, self._waits)
+
+    def start(self, states: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+        """Describe the job to the servers and give them the parameters; only worker 0 calls it.
+
+        Args:
+            states: Optimizer state by index of the key, of a checkpoint.
+
+        Raises:
+            PeerError: If a server refuses the job, or does not answer in time.
+        """
+        self._joining.start(states)
+
+    def join(self) -> int:
+        """Take part, and land the parameters; return the number of updates that are in them.
+
+        Under "bsp" the next pushes must be those of the step after these.
+
+        Raises:
+            PeerError: If a server does not answer in time, or another worker does not push.
+        """
+        return self._joining.join()
+
+    def push(
+        self,
+        key: int,
+        gradient: Tensor | None,
+        options: bytes,
+        *,
+        is_held: bool = False,
+        clip_value: float = 0.0,
+    ) -> None:
+        """Push a gradient, and await the value that contains it.
+
+        Args:
+            key: Index of the key.
+            gradient: Gradient of the whole parameter; None if it has none.
+            options: Options of the parameter's group, as msgpack.
+            is_held: Let the update wait for `commit`.
+            clip_value: Bound of the merged gradient's elements; 0 for none.
+
+        Raises:
+            PeerError: If the exchange has failed, or the log stays full.
+        """
+        one, codec = self.exchange.keys[key], self._codecs[key]
+        number = one.number + 1
+        push = protocol.Push(
+            job=self.exchange.job,
+            worker=self.exchange.worker,
+            incarnation=self.exchange.incarnation,
+            key=key,
+            number=number,
+            options=options,
+            codec=codec.name if codec is not None and gradient is not None else "",
+            has_gradient=gradient is not None,
+            is_held=is_held,
+            clip_value=clip_value,
+            base=self.exchange.bases[key],
+        )
+        nbytes = 0
+        if gradient is not None:
+            nbytes = one.key.nbytes if codec is None else codec.payload_bytes(one.key.count)
+        details = msgspec.msgpack.encode(push)
+        with self.exchange.lock:
+            self.exchange.check()
+            entry = self.exchange.log.append(key, number, details, nbytes)
+            while entry is None:
+                self._wait_for_room()
+                entry = self.exchange.log.append(key, number, details, nbytes)
+            if gradient is not None:
+                self._fill(key, gradient, entry.array, codec, number)
+            self.exchange.log.seal(entry)
+            one.number = number
+            self.exchange.expect(key, number, is_queued=True)
+            self._link_of(key).push(entry)
+
+    def wait(self) -> None:
+        """Wait for all awaited values.
+
+        Raises:
+            PeerError: If they do not come in time; the message names the server or the workers.
+        """
+        self._waits.until(lambda: not self.exchange.awaited)
+
+    def wait_merged(self) -> dict[int, float]:
+        """Wait until all awaited pushes are merged; return the squared norms, by key.
+
+        Raises:
+            PeerError: See `wait`.
+        """
+        self._waits.until(lambda: not self.exchange.unmerged)
+        with self.exchange.lock:
+            return {key: self.exchange.keys[key].norm for key in sorted(self.exchange.awaited)}
+
+    def commit(self, scale: float) -> None:
+        """Let the held updates happen, with the merged gradients multiplied by a factor."""
+        with self.exchange.lock:
+            for link in self._links:
+                numbers = []
+                for key in sorted(self.exchange.awaited):
+                    one = self.exchange.keys[key]
+                    if one.key.server != link.index:
+                        continue
+                    entry = self.exchange.log.get(key, one.number)
+                    if entry is not None:
+                        self.exchange.log.commit(entry, scale)
+                    # From now on the link asks for the value.
+                    one.is_merged, one.touched = False, time.monotonic()
+                    numbers.append((key, one.number))
+                if numbers:
+                    link.post_commit(numbers, scale)
+
+    def land(self) -> None:
+        """Copy all values that have arrived into the parameters."""
+        self.exchange.land(self._parameters)
+
+    def states(self) -> dict[int, dict[str, Any]]:
+        """Return the optimizer state of each key: tensors and numbers by name.
+
+        Raises:
+            PeerError: If a server does not answer in time.
+        """
+        pending = [
+            self._link_of(index).request(protocol.STATE, self.exchange.key_request(index, 0))
+            for index in range(len(self.exchange.keys))
+        ]
+        answers = self._waits.answers(pending)
+        return {
+            index: protocol.decode_state(answer.decode(list[protocol.StatePart]))
+            for index, answer in enumerate(answers)
+        }
+
+    def leave(self) -> None:
+        """Say farewell to the servers, and remove the log; the job ends when all have left."""
+        with self.exchange.lock:
+            has_failed = self.exchange.failure is not None
+        if not has_failed:
+            pending = [
+                link.request(protocol.LEAVE, self.exchange.request()) for link in self._links
+            ]
+            deadline = time.monotonic() + _LEAVE_SECONDS
+            with self.exchange.lock:
+                while any(one.answer is None for one in pending):
+                    if time.monotonic() > deadline or self.exchange.failure is not None:
+                        break
+                    self.exchange.changed.wait(_POLL_SECONDS)
+        self.close()
+        self.exchange.log.close(remove=True)
+
+    def close(self) -> None:
+        """Close all connections; a process of the same worker may take this one's place."""
+        for link in self._links:
+            link.close()
+
+    def _fill(
+        self,
+        key: int,
+        gradient: Tensor,
+        payload: Any,
+        codec: GradientCodec | None,
+        number: int,
+    ) -> None:
+        """Write a gradient's payload into the log."""
+        values = part_of(gradient.detach(), self.exchange.keys[key].key)
+        if codec is None:
+            payload[:] = byte_array(values)
+            return
+        state = self._residuals.get(key)
+        if state is None:
+            state = self._residuals[key] = codec.new_state(values.numel(), values.device)
+        # Keys, steps and workers have different seeds.
+        seed = (number * self._job.workers + self._job.worker) * len(self._job.keys) + key
+        codec.at_step(number - 1).compress(values, state, torch.from_numpy(payload), seed=seed)
+
+    def _wait_for_room(self) -> None:
+        """Let the servers make snapshots, and wait for room in the log; the lock is held."""
+        deadline = time.monotonic() + self._job.timeout
+        for link in self._links:
+            link.post(protocol.SNAPSHOT, self.exchange.request())
+        self.exchange.changed.wait(self._job.retry_seconds)
+        self.exchange.check()
+        if time.monotonic() > deadline:
+            raise PeerTimeoutError(
+                f"waited {format_seconds(self._job.timeout)} for a snapshot of the servers, since "
+                f"the log of {format_bytes(self.exchange.log.capacity)} is full. See the reason "
+                "with `dlres ps status`."
+            )
+
+    def _link_of(self, key: int) -> ServerLink:
+        return self._links[self.exchange.keys[key].key.server]
+
+
+def norm_scale(norms: Mapping[int, float], max_norm: float) -> float:
+    """Return the factor by which `torch.nn.utils.clip_grad_norm_` would multiply gradients.
+
+    Args:
+        norms: Squared norms of the merged gradients.
+        max_norm: Largest norm of all of them together.
+    """
+    total = math.sqrt(math.fsum(norms.values()))
+    return min(1.0, max_norm / (total + 1e-6))

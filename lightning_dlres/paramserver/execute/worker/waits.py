@@ -1,0 +1,93 @@
+"""Waits for servers: each one has a deadline, and an error that names the peer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from lightning_dlres.core.errors import PeerError, PeerTimeoutError
+from lightning_dlres.core.units import format_seconds
+from lightning_dlres.core.wire.message import Message
+from lightning_dlres.paramserver.execute.worker.exchange import Exchange
+from lightning_dlres.paramserver.execute.worker.link import PendingRequest, ServerLink
+
+_POLL_SECONDS = 0.2
+
+
+class ServerWaits:
+    """Waits of the training thread.
+
+    Args:
+        exchange: State of the exchange.
+        links: Connections to all servers.
+        timeout: Longest wait without any progress, in seconds.
+        retry_seconds: Pause before servers are asked again, at most a second.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        links: Sequence[ServerLink],
+        timeout: float,
+        retry_seconds: float,
+    ) -> None:
+        self._exchange, self._links = exchange, links
+        self._timeout, self._pause_seconds = timeout, min(retry_seconds, 1.0)
+
+    def answers(self, pending: Sequence[PendingRequest]) -> list[Message]:
+        """Wait for the answers to requests, and return them.
+
+        Raises:
+            PeerError: See `until`.
+        """
+        self.until(lambda: all(one.answer is not None for one in pending))
+        return [one.answer for one in pending if one.answer is not None]
+
+    def until(self, is_met: Callable[[], bool]) -> None:
+        """Wait until a condition is met; any progress prolongs the wait.
+
+        Raises:
+            PeerError: If the exchange has failed, or nothing has arrived for too long.
+        """
+        with self._exchange.lock:
+            self._exchange.progress = time.monotonic()
+            while not is_met():
+                self._exchange.check()
+                self._exchange.changed.wait(_POLL_SECONDS)
+                if time.monotonic() - self._exchange.progress > self._timeout:
+                    raise self._late()
+            self._exchange.check()
+
+    def _late(self) -> PeerError:
+        """Return the error of a wait that has ended: it names whom nothing came from."""
+        seconds = format_seconds(self._timeout)
+        now = time.monotonic()
+        silent = [link.name for link in self._links if now - link.last_heard > self._timeout / 2]
+        if silent:
+            return PeerTimeoutError(
+                f"waited {seconds} for {', '.join(silent)}, but no message came. Check that it "
+                "runs and can be reached, and that its keys match."
+            )
+        awaited = [self._exchange.keys[key] for key in sorted(self._exchange.awaited)]
+        workers = sorted({worker for one in awaited for worker in one.waiting_for})
+        if workers:
+            names = ", ".join(f"worker {worker}" for worker in workers)
+            return PeerTimeoutError(
+                f"waited {seconds} for {names} to push {awaited[0].key}. Check that it still runs."
+            )
+        what = str(awaited[0].key) if awaited else "an answer"
+        return PeerTimeoutError(f"waited {seconds} for {what} from the servers.")
+
+    def pause(self, deadline: float, peer: str) -> None:
+        """Wait a moment before the servers are asked again.
+
+        Raises:
+            PeerTimeoutError: If the deadline has passed; the message names the peer.
+        """
+        if time.monotonic() > deadline:
+            raise PeerTimeoutError(
+                f"waited {format_seconds(self._timeout)} for {peer}. Check that it runs."
+            )
+        with self._exchange.lock:
+            self._exchange.changed.wait(self._pause_seconds)
+            self._exchange.check()
