@@ -180,7 +180,7 @@ class JobSetup(msgspec.Struct, frozen=True, kw_only=True):
     codec_options: dict[str, Any]
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+class ServerWelcome(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to a `Hello`.
 
     Attributes:

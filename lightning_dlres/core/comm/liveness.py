@@ -14,9 +14,8 @@ The watch of a rank that learns of a failure calls `report`, which prints a line
 process then has `grace` seconds to end by itself. After that the watch ends it, since a main thread
 inside a collective may never see an exception.
 
-Processes that a rank has forked, such as workers of a DataLoader, keep its connection open until
-they end. Until then a killed rank looks like one that hangs, and only the deadline detects it.
-After rank 0 has closed its watch, failures are no longer detected.
+Processes that a rank has forked (DataLoader workers) keep its connection open: if it is killed,
+it then looks like one that hangs. After rank 0 has closed its watch, no failure is detected.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from typing import Any
 from lightning_dlres.codecs.gradient.base import GradientCodec
 from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.server.job_workers import JobWorkers
 from lightning_dlres.paramserver.execute.server.key_state import KeyState
-from lightning_dlres.paramserver.execute.server.members import Members
 
 BSP, SSP, ASP = "bsp", "ssp", "asp"
 CONSISTENCIES = (BSP, SSP, ASP)
@@ -70,7 +70,7 @@ class Synchronous:
         update: See `Update`.
     """
 
-    def __init__(self, members: Members, update: Update) -> None:
+    def __init__(self, members: JobWorkers, update: Update) -> None:
         self._members, self._update = members, update
         self._workers = len(members.by_index)
 
@@ -161,7 +161,7 @@ class Asynchronous:
         staleness: Largest number of pushes by which a worker may be ahead of another; None for any.
     """
 
-    def __init__(self, members: Members, update: Update, staleness: int | None) -> None:
+    def __init__(self, members: JobWorkers, update: Update, staleness: int | None) -> None:
         self._members, self._update, self._staleness = members, update, staleness
         # Workers whose results are withheld, by key.
         self._withheld: dict[int, set[int]] = {}

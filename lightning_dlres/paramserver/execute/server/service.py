@@ -258,7 +258,7 @@ class ParameterServer:
             )
         admitted = self._admitted(message, protocol.Hello)
         if admitted is not None:
-            welcome = protocol.Welcome(
+            welcome = protocol.ServerWelcome(
                 version=protocol.VERSION, boot=self._boot, is_started=admitted[0].is_started
             )
             self._answer(message, protocol.WELCOME, msgspec.msgpack.encode(welcome))

@@ -21,8 +21,8 @@ from lightning_dlres.paramserver.execute.server.consistency import (
     PushedGradient,
     Synchronous,
 )
+from lightning_dlres.paramserver.execute.server.job_workers import JobWorkerRecord, JobWorkers
 from lightning_dlres.paramserver.execute.server.key_state import KeyState
-from lightning_dlres.paramserver.execute.server.members import MemberRecord, Members
 from lightning_dlres.paramserver.execute.server.optimizers import ServerOptimizers
 from lightning_dlres.paramserver.gradient_codecs import codec_of, job_codec
 
@@ -52,14 +52,14 @@ class Shard:
     def __init__(
         self,
         setup: protocol.JobSetup,
-        records: list[MemberRecord] | None = None,
+        records: list[JobWorkerRecord] | None = None,
         *,
         is_persistent: bool = False,
         now: float = 0.0,
     ) -> None:
         _check_setup(setup)
         self.setup, self.is_started, self._is_persistent = setup, False, is_persistent
-        self.members = Members(setup.workers, setup.worker_deadline, records, now)
+        self.members = JobWorkers(setup.workers, setup.worker_deadline, records, now)
         self.states = {key.index: KeyState.new(key, setup.workers) for key in setup.keys}
         parameters = [self.states[key.index].parameter for key in setup.keys]
         self._optimizers = ServerOptimizers(setup.optimizers, setup.keys, parameters)

@@ -28,8 +28,8 @@ from torch import Tensor
 from lightning_dlres.core.arrays import byte_array
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.wire.decoding import from_msgpack
+from lightning_dlres.paramserver.execute.server.job_workers import JobWorkerRecord
 from lightning_dlres.paramserver.execute.server.key_state import KeyState
-from lightning_dlres.paramserver.execute.server.members import MemberRecord
 from lightning_dlres.paramserver.execute.server.shard import Shard
 from lightning_dlres.paramserver.protocol import JobSetup
 
@@ -68,11 +68,11 @@ class _End(msgspec.Struct, frozen=True, kw_only=True):
     keys: int
 
 
-class _MemberFile(msgspec.Struct, frozen=True, kw_only=True):
+class _WorkerFile(msgspec.Struct, frozen=True, kw_only=True):
     """Content of the file of members."""
 
     job: bytes
-    members: list[MemberRecord]
+    members: list[JobWorkerRecord]
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ class SnapshotFiles:
         for path in (self.values, self.members, _partial(self.values), _partial(self.members)):
             path.unlink(missing_ok=True)
 
-    def save_members(self, job: bytes, records: list[MemberRecord]) -> None:
+    def save_members(self, job: bytes, records: list[JobWorkerRecord]) -> None:
         """Write the file of members; it is on the disk when this returns.
 
         Raises:
             OSError: If it cannot be written.
         """
-        data = msgspec.msgpack.encode(_MemberFile(job=job, members=records))
+        data = msgspec.msgpack.encode(_WorkerFile(job=job, members=records))
         with _partial(self.members).open("wb") as file:
             file.write(data)
             _finish(file, self.members)
@@ -126,16 +126,16 @@ class SnapshotFiles:
             return None
         try:
             with self.values.open("rb") as file:
-                return _read(file, self._member_records(), now)
+                return _read(file, self._worker_file(), now)
         except (OSError, ValueError, msgspec.MsgspecError, struct.error) as error:
             raise ConfigError(
                 f"snapshot must be a directory of intact snapshots, got {self.values} ({error}). "
                 "Remove the file to start anew."
             ) from error
 
-    def _member_records(self) -> _MemberFile | None:
+    def _worker_file(self) -> _WorkerFile | None:
         with contextlib.suppress(FileNotFoundError):
-            return from_msgpack(self.members.read_bytes(), _MemberFile)
+            return from_msgpack(self.members.read_bytes(), _WorkerFile)
         return None
 
 
@@ -268,7 +268,7 @@ def _key_record(shard: Shard, state: KeyState) -> list[bytes]:
     return [*_record(record), *data]
 
 
-def _read(file: BinaryIO, members: _MemberFile | None, now: float) -> Shard:
+def _read(file: BinaryIO, members: _WorkerFile | None, now: float) -> Shard:
     """Return the shard of a snapshot.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_dlres.paramserver.execute.server.members import Member
+from lightning_dlres.paramserver.execute.server.job_workers import JobWorker
 from lightning_dlres.paramserver.execute.server.shard import Shard
 from lightning_dlres.paramserver.protocol import ServerStatus, WorkerStatus
 
@@ -69,7 +69,7 @@ def _workers(shard: Shard, now: float) -> list[WorkerStatus]:
     return statuses
 
 
-def _state(member: Member, silent: float) -> str:
+def _state(member: JobWorker, silent: float) -> str:
     if member.last_heard is None:
         return "unknown"
     if member.has_left:

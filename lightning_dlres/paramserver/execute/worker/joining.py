@@ -66,7 +66,7 @@ class Joining:
         new = [
             link
             for link, answer in zip(self._links, self._greet(), strict=True)
-            if not answer.decode(protocol.Welcome).is_started
+            if not answer.decode(protocol.ServerWelcome).is_started
         ]
         for link in new:
             self._load(link, states or {})
@@ -84,7 +84,7 @@ class Joining:
             PeerError: If a server does not answer in time, or another worker does not push.
         """
         deadline = time.monotonic() + self._job.timeout
-        while not all(one.decode(protocol.Welcome).is_started for one in self._greet()):
+        while not all(one.decode(protocol.ServerWelcome).is_started for one in self._greet()):
             self._waits.pause(deadline, "worker 0, which starts the job")
         for link in self._links:
             link.pings = True

@@ -18,7 +18,7 @@ from lightning_dlres.paramserver.protocol import Request
 _OWN_PAUSE_SECONDS = 2.0
 
 
-class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
+class JobWorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a restarted server must know of a worker."""
 
     incarnation: int
@@ -27,7 +27,7 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class Member:
+class JobWorker:
     """A worker.
 
     Attributes:
@@ -53,7 +53,7 @@ class Member:
         return self.last_heard is not None and not self.is_shut_out and not self.has_left
 
 
-class Members:
+class JobWorkers:
     """The workers of one job.
 
     Args:
@@ -70,20 +70,20 @@ class Members:
         self,
         workers: int,
         deadline: float,
-        records: list[MemberRecord] | None = None,
+        records: list[JobWorkerRecord] | None = None,
         now: float = 0.0,
     ) -> None:
-        self.by_index = [Member() for _ in range(workers)]
+        self.by_index = [JobWorker() for _ in range(workers)]
         self._deadline, self._last_look = deadline, now
         for member, record in zip(self.by_index, records or [], strict=False):
             member.incarnation = record.incarnation
             member.is_shut_out, member.has_left = record.is_shut_out, record.has_left
             member.last_heard = now if record.incarnation else None
 
-    def records(self) -> list[MemberRecord]:
+    def records(self) -> list[JobWorkerRecord]:
         """Return the records for a restarted server."""
         return [
-            MemberRecord(
+            JobWorkerRecord(
                 incarnation=one.incarnation, is_shut_out=one.is_shut_out, has_left=one.has_left
             )
             for one in self.by_index
