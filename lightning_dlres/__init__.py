@@ -1,7 +1,7 @@
 """Train with PyTorch Lightning on the machines you happen to have.
 
-Importing this package registers its strategies, `Trainer(strategy="dlres_hetero_pipe")` and
-`Trainer(strategy="dlres_compressed_ddp")`.
+Importing this package registers its strategies, `Trainer(strategy="dlres_hetero_pipe")`,
+`Trainer(strategy="dlres_compressed_ddp")` and `Trainer(strategy="dlres_parameter_server")`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from lightning_dlres.gradsync.optimizers.momentum_hook import momentum_hook
 from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.gradsync.optimizers.one_bit_adam import OneBitAdam
 from lightning_dlres.memory.plan.plan import MemoryPlan
+from lightning_dlres.paramserver.execute.server.optimizers import register_server_optimizer
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.plugins import MemoryPrecision
 from lightning_dlres.strategies import (
     CompressedDDPStrategy,
     HeteroPipeStrategy,
+    ParameterServerStrategy,
     register_strategies,
 )
 from lightning_dlres.version import __version__
@@ -51,6 +53,7 @@ __all__ = [
     "MomentumSync",
     "OneBitAdam",
     "ParameterMirror",
+    "ParameterServerStrategy",
     "PeerError",
     "PeerLostError",
     "PeerTimeoutError",
@@ -67,6 +70,7 @@ __all__ = [
     "compressed_hook",
     "momentum_hook",
     "register_codec",
+    "register_server_optimizer",
 ]
 
 if TYPE_CHECKING:

@@ -36,7 +36,6 @@ from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
 from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance, checked_shares
 from lightning_dlres.strategies.compressed_ddp.frozen_parameters import FrozenParameters
-from lightning_dlres.strategies.compressed_ddp.named_failures import NamedFailuresStrategy
 from lightning_dlres.strategies.compressed_ddp.optimizers import (
     momentum_of,
     require_equal_backwards,
@@ -52,6 +51,7 @@ from lightning_dlres.strategies.connection import (
     require_script,
 )
 from lightning_dlres.strategies.few_bits import unwrapped
+from lightning_dlres.strategies.named_failures import NamedFailuresStrategy
 
 # Key, in a Lightning checkpoint, of the residuals of all ranks.
 CHECKPOINT_KEY = "dlres_gradient_sync"

@@ -1,0 +1,1 @@
+"""Strategy of the parameter server: Lightning's side of `paramserver`."""

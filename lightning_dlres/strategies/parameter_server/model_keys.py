@@ -1,0 +1,128 @@
+"""Keys of a LightningModule: parts of its parameters, in the order of their definition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.mirror.profile.history import is_per_parameter
+from lightning_dlres.paramserver.execute.server.optimizers import (
+    check_optimizer,
+    optimizer_name,
+    wire_options,
+)
+from lightning_dlres.paramserver.plan.keys import Key, ParameterInfo, make_keys
+from lightning_dlres.paramserver.protocol import OptimizerSetup
+
+
+@dataclass(frozen=True)
+class ModelKeys:
+    """Keys of a model.
+
+    Attributes:
+        keys: All keys.
+        parameters: Parameters that have keys, by name.
+        by_parameter: Keys of each parameter.
+        groups: Optimizer and group of each parameter, as indices.
+        setups: Optimizers, as servers make them.
+    """
+
+    keys: tuple[Key, ...]
+    parameters: Mapping[str, nn.Parameter]
+    by_parameter: Mapping[nn.Parameter, tuple[Key, ...]]
+    groups: Mapping[nn.Parameter, tuple[int, int]]
+    setups: tuple[OptimizerSetup, ...]
+
+    def require_known(self, optimizer: Optimizer) -> None:
+        """Raise if an optimizer has got parameters since the keys were made.
+
+        Raises:
+            ConfigError: If it has; the message says how many.
+        """
+        new = [p for g in optimizer.param_groups for p in g["params"] if p not in self.groups]
+        if new:
+            raise ConfigError(
+                f"the optimizer must keep its parameters with a parameter server, got {len(new)} "
+                "new ones. Give it all parameters in configure_optimizers, and freeze those of "
+                "later epochs with requires_grad=False."
+            )
+
+
+def keys_of(
+    model: nn.Module, optimizers: Sequence[Optimizer], servers: int, key_bytes: int
+) -> ModelKeys:
+    """Return the keys of a model's optimized parameters.
+
+    Args:
+        model: The model.
+        optimizers: Its optimizers, without Lightning's wrappers.
+        servers: Number of servers.
+        key_bytes: Largest number of bytes of a key, where its parameter is divisible.
+
+    Raises:
+        ConfigError: If servers cannot make an optimizer, or cannot update a parameter.
+    """
+    groups: dict[nn.Parameter, tuple[int, int]] = {}
+    for index, optimizer in enumerate(optimizers):
+        check_optimizer(optimizer)
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter in groups:
+                    raise ConfigError(
+                        "each parameter must be in one optimizer for a parameter server, got one "
+                        f"of {tuple(parameter.shape)} in two. Use one optimizer."
+                    )
+                groups[parameter] = (index, number)
+    parameters = {name: p for name, p in model.named_parameters() if p in groups}
+    _check_parameters(parameters, groups)
+    infos = [
+        ParameterInfo(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            itemsize=parameter.element_size(),
+            optimizer=groups[parameter][0],
+            group=groups[parameter][1],
+            is_divisible=is_per_parameter(optimizers[groups[parameter][0]]),
+        )
+        for name, parameter in parameters.items()
+    ]
+    keys = make_keys(infos, servers, key_bytes)
+    by_name: dict[str, list[Key]] = {}
+    for key in keys:
+        by_name.setdefault(key.name, []).append(key)
+    return ModelKeys(
+        keys=keys,
+        parameters=parameters,
+        by_parameter={p: tuple(by_name[name]) for name, p in parameters.items()},
+        groups=groups,
+        setups=tuple(map(_setup, optimizers)),
+    )
+
+
+def _setup(optimizer: Optimizer) -> OptimizerSetup:
+    options: list[dict[str, Any]] = [
+        wire_options(group, optimizer.defaults) for group in optimizer.param_groups
+    ]
+    return OptimizerSetup(name=optimizer_name(type(optimizer)), groups=options)
+
+
+def _check_parameters(
+    parameters: Mapping[str, nn.Parameter], groups: Mapping[nn.Parameter, tuple[int, int]]
+) -> None:
+    if len(parameters) < len(groups):
+        raise ConfigError(
+            "the optimizers must have parameters of the LightningModule only for a parameter "
+            f"server, got {len(groups) - len(parameters)} others. Register them in the module."
+        )
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"parameters must have a floating-point dtype for a parameter server, got {name} "
+                f"of {parameter.dtype}. Register it as a buffer."
+            )

@@ -1,0 +1,108 @@
+"""Checked options of `ParameterServerStrategy`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.core.checks import one_of, timeout_seconds, whole_number
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.units import parse_bytes, parse_seconds
+from lightning_dlres.paramserver.execute.server.consistency import CONSISTENCIES
+from lightning_dlres.paramserver.gradient_codecs import job_codec
+
+EMBEDDED = "embedded"
+_LEAST_KEY_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerOptions:
+    """Options of the strategy; see `ParameterServerStrategy`."""
+
+    consistency: str
+    staleness: int
+    servers: str | Sequence[str]
+    embedded_servers: int
+    codec: str | None
+    codec_options: Mapping[str, Any] | None
+    key_bytes: int | str
+    overlap: bool
+    worker_deadline: float | str
+    log_bytes: int | str
+    log_directory: str | Path | None
+    key: str | Path | None
+    server_key: str | Path | Sequence[str | Path] | None
+    timeout: float | str | timedelta
+
+    def __post_init__(self) -> None:
+        one_of("consistency", self.consistency, CONSISTENCIES, "consistency='bsp'")
+        whole_number("staleness", self.staleness, "staleness=2", least=0)
+        whole_number("embedded_servers", self.embedded_servers, "embedded_servers=1")
+        self.addresses()
+        self.made_codec()
+        if self.key_size() < _LEAST_KEY_BYTES:
+            rule = "at least 64 KiB"
+            raise ConfigError(got_expected("key_bytes", self.key_bytes, rule, "key_bytes='1MiB'"))
+        self.log_size()
+        if not self.deadline_seconds() > 0:
+            got, rule = self.worker_deadline, "a time above 0"
+            raise ConfigError(got_expected("worker_deadline", got, rule, "worker_deadline='1min'"))
+        timeout_seconds(self.timeout)
+        if (self.key is None) != (self.server_key is None):
+            raise ConfigError("key and server_key must be given together, got only one. Pass both.")
+        if self.key is not None and self.is_embedded:
+            raise ConfigError(
+                got_expected("key", str(self.key), "None with embedded servers", "key=None")
+            )
+
+    @property
+    def is_embedded(self) -> bool:
+        """True if rank 0 runs the servers."""
+        return self.servers == EMBEDDED
+
+    def addresses(self) -> list[str]:
+        """Return the addresses of servers that run elsewhere; empty with embedded servers.
+
+        Raises:
+            ConfigError: If they are no addresses.
+        """
+        if self.is_embedded:
+            return []
+        servers = [self.servers] if isinstance(self.servers, str) else self.servers
+        is_list = isinstance(servers, Sequence) and len(servers) > 0
+        if not is_list or not all(isinstance(s, str) and s.startswith("tcp://") for s in servers):
+            rule = '"embedded" or the addresses of servers'
+            fix = "servers=['tcp://10.0.0.1:5600']"
+            raise ConfigError(got_expected("servers", self.servers, rule, fix))
+        return list(servers)
+
+    def made_codec(self) -> GradientCodec | None:
+        """Return the codec of pushed gradients; None to leave them as they are.
+
+        Raises:
+            ConfigError: If there is no such codec, or an option is wrong.
+        """
+        return job_codec(self.codec or "", self.codec_options)
+
+    def key_size(self) -> int:
+        """Return the largest number of bytes of a key."""
+        return parse_bytes(self.key_bytes, "key_bytes")
+
+    def log_size(self) -> int:
+        """Return the bytes of pushes that are kept, at least."""
+        return parse_bytes(self.log_bytes, "log_bytes")
+
+    def deadline_seconds(self) -> float:
+        """Return the seconds of silence after which servers shut a worker out."""
+        return parse_seconds(self.worker_deadline, "worker_deadline")
+
+    def key_paths(self) -> list[Path]:
+        """Return the files of the servers' public keys."""
+        if self.server_key is None:
+            return []
+        keys = [self.server_key] if isinstance(self.server_key, (str, Path)) else self.server_key
+        return [Path(key) for key in keys]

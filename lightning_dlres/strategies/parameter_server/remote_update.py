@@ -1,0 +1,161 @@
+"""Updates on the servers, in the place of the optimizers' own.
+
+A gradient is pushed as soon as backward has made it, if nothing may change it any more. Other
+gradients are pushed when the optimizer steps. The step then waits for the new parameters. The
+optimizer itself finds no gradients and changes nothing, but its hooks, schedulers and counters work
+as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dlres.core._compat import version_of
+from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.paramserver.execute.server.optimizers import wire_options
+from lightning_dlres.paramserver.execute.worker.session import WorkerSession, norm_scale
+from lightning_dlres.strategies.parameter_server.clipping import Clipping
+from lightning_dlres.strategies.parameter_server.model_keys import ModelKeys
+
+
+class RemoteUpdates:
+    """Hooks that let the servers update the parameters.
+
+    Args:
+        session: Session of this rank.
+        keys: Keys of the model.
+        optimizers: The optimizers, without Lightning's wrappers.
+        clipping: Clipping of the current step.
+        may_push_early: Returns True if no other code needs the gradients of this backward.
+    """
+
+    def __init__(
+        self,
+        session: WorkerSession,
+        keys: ModelKeys,
+        optimizers: Sequence[Optimizer],
+        clipping: Clipping,
+        may_push_early: Callable[[], bool],
+    ) -> None:
+        self._session, self._keys, self._optimizers = session, keys, tuple(optimizers)
+        self._clipping, self._may_push_early = clipping, may_push_early
+        # Gradients of this step that were pushed in backward, with their versions.
+        self._pushed: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        # Gradients that the optimizer must not see.
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        # Options of each group in this step, as msgpack.
+        self._options: dict[tuple[int, int], bytes] = {}
+        self._handles: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            for parameter in keys.by_parameter
+            if parameter.requires_grad
+        ]
+        for optimizer in self._optimizers:
+            # The state is on the servers.
+            optimizer.state.clear()
+            self._handles += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        if self._may_push_early() and parameter.grad is not None:
+            if parameter in self._pushed:
+                raise UnsupportedStepError(
+                    "backward must run once in a step that overlaps with pushes, but it made a "
+                    "gradient twice. Set ParameterServerStrategy(overlap=False)."
+                )
+            self._push(parameter)
+            self._pushed[parameter] = (parameter.grad, version_of(parameter.grad))
+
+    def _push(self, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise ConfigError(
+                "gradients must be dense for a parameter server, got a sparse one of shape "
+                f"{tuple(gradient.shape)}. Use nn.Embedding(..., sparse=False)."
+            )
+        place = self._keys.groups[parameter]
+        if place not in self._options:
+            self._options[place] = self._encoded_options(place)
+        for key in reversed(self._keys.by_parameter[parameter]):
+            self._session.push(
+                key.index,
+                gradient,
+                self._options[place],
+                is_held=self._clipping.max_norm is not None,
+                clip_value=self._clipping.max_value or 0.0,
+            )
+
+    def _encoded_options(self, place: tuple[int, int]) -> bytes:
+        optimizer = self._optimizers[place[0]]
+        options = wire_options(optimizer.param_groups[place[1]], optimizer.defaults)
+        return msgspec.msgpack.encode(options)
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # The first argument is the optimizer itself.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
+        self._keys.require_known(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._require_unchanged()
+        # In the order in which backward makes gradients, as far as that is known.
+        for parameter in reversed(parameters):
+            if parameter not in self._pushed:
+                self._push(parameter)
+        if self._clipping.max_norm is not None:
+            norms = self._session.wait_merged()
+            self._session.commit(norm_scale(norms, self._clipping.max_norm))
+        self._session.wait()
+        self._session.land()
+        self._pushed.clear()
+        self._options.clear()
+        self._clipping.forget()
+        self._hidden = [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter, _ in self._hidden:
+            parameter.grad = None
+        return args, kwargs
+
+    def _require_unchanged(self) -> None:
+        """Raise if code has changed what was pushed already.
+
+        Raises:
+            UnsupportedStepError: If a gradient or an option has changed.
+        """
+        for parameter, (gradient, version) in self._pushed.items():
+            if parameter.grad is not gradient or version_of(gradient) != version:
+                raise UnsupportedStepError(
+                    "a gradient was changed after it was pushed to the servers. Set "
+                    "ParameterServerStrategy(overlap=False)."
+                )
+        for place, options in self._options.items():
+            if self._encoded_options(place) != options:
+                raise UnsupportedStepError(
+                    "an option of the optimizer, such as lr, was changed after gradients were "
+                    "pushed to the servers. Set ParameterServerStrategy(overlap=False)."
+                )
+
+    def _after_step(self, *args: Any) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()

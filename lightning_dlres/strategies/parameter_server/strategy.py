@@ -1,0 +1,362 @@
+"""Strategy `dlres_parameter_server`: data parallel training with parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dlres.core.checks import flag, timeout_seconds
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.core.units import format_bytes
+from lightning_dlres.paramserver.execute.server.consistency import BSP
+from lightning_dlres.paramserver.execute.worker.job import Job
+from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
+from lightning_dlres.paramserver.execute.worker.session import WorkerSession
+from lightning_dlres.strategies.connection import (
+    Connection,
+    announcing_failures,
+    check_backend,
+    require_script,
+)
+from lightning_dlres.strategies.few_bits import unwrapped, warn_about_few_bits
+from lightning_dlres.strategies.named_failures import NamedFailuresStrategy
+from lightning_dlres.strategies.parameter_server.clipping import Clipping
+from lightning_dlres.strategies.parameter_server.model_keys import ModelKeys, keys_of
+from lightning_dlres.strategies.parameter_server.optimizer_states import (
+    fill_state,
+    states_by_key,
+)
+from lightning_dlres.strategies.parameter_server.options import EMBEDDED, ParameterServerOptions
+from lightning_dlres.strategies.parameter_server.remote_update import RemoteUpdates
+from lightning_dlres.strategies.parameter_server.server_hosting import (
+    HostedServers,
+    host_servers,
+)
+
+# Hooks of modules and callbacks that see gradients, or the optimizer, between backward and the
+# update.
+_MODULE_HOOKS = ("backward", "configure_gradient_clipping", "optimizer_step")
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+
+
+class ParameterServerStrategy(NamedFailuresStrategy):
+    """Data parallel strategy whose parameters are updated on servers.
+
+    Each rank pushes its gradients to the servers, which hold the parameters and the optimizer, and
+    gets the new parameters back. A rank has no optimizer state. Pushes overlap with backward, and
+    the parameters of a layer come back while gradients of others are still on their way.
+
+    Checkpoints are ordinary ones, with the state of the servers' optimizer; any Trainer can resume
+    from them without this package.
+
+    Args:
+        consistency: "bsp": each step waits for the gradients of all ranks, and updates with their
+            mean, like training on the joint batch. "asp": no rank waits for another; each gradient
+            is an update of its own, with 1/ranks of the gradient. "ssp": like "asp", but a rank
+            waits when it is ahead of another by more than `staleness` steps (Ho et al., 2013).
+        staleness: Largest number of steps by which a rank may be ahead of another under "ssp".
+        servers: "embedded" for servers in rank 0's process, or addresses of `dlres ps serve`, such
+            as ["tcp://10.0.0.1:5600"]. Parameters are shared out over the servers by bytes.
+        embedded_servers: Number of embedded servers.
+        codec: Name of a gradient codec for pushes; None leaves gradients as they are.
+        codec_options: Keyword arguments of the codec.
+        key_bytes: Largest part of a parameter that is pushed and pulled at once.
+        overlap: Push gradients in backward. False pushes them after it, when nothing can change
+            them any more.
+        worker_deadline: Time of silence after which servers shut a rank out.
+        log_bytes: Bytes of pushes that each rank keeps for a restarted server, at least those of
+            two steps.
+        log_directory: Directory in memory, such as /dev/shm, for that log. None: own memory.
+        key: File of this rank's secret key, for servers that were started with keys.
+        server_key: File of the servers' public key, or one file per server.
+        timeout: Time that a rank waits for another, or for a server: seconds, text such as
+            "10min", or a timedelta.
+        process_group_backend: Backend of torch.distributed; None chooses gloo on the CPU, and NCCL
+            beside gloo on GPUs.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Set by the Trainer.
+        precision_plugin: Set by the Trainer.
+
+    Attributes:
+        tracer: Recorder of this rank's spans.
+
+    Raises:
+        ConfigError: If an argument has a bad value; when training starts, if the optimizer, the
+            precision or a parameter does not suit a parameter server.
+    """
+
+    strategy_name: ClassVar[str] = "dlres_parameter_server"
+    # Read by callbacks: the optimizers keep no state on a rank.
+    updates_elsewhere: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        consistency: Literal["bsp", "ssp", "asp"] = "bsp",
+        staleness: int = 2,
+        servers: str | list[str] = EMBEDDED,
+        embedded_servers: int = 1,
+        codec: str | None = None,
+        codec_options: dict[str, Any] | None = None,
+        key_bytes: int | str = "1MiB",
+        overlap: bool = True,
+        worker_deadline: float | str = "1min",
+        log_bytes: int | str = "256MiB",
+        log_directory: str | Path | None = None,
+        key: str | Path | None = None,
+        server_key: str | Path | list[str | Path] | None = None,
+        timeout: float | str | timedelta = "5min",
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        self._options = ParameterServerOptions(
+            consistency=consistency,
+            staleness=staleness,
+            servers=servers,
+            embedded_servers=embedded_servers,
+            codec=codec,
+            codec_options=codec_options,
+            key_bytes=key_bytes,
+            overlap=flag("overlap", overlap),
+            worker_deadline=worker_deadline,
+            log_bytes=log_bytes,
+            log_directory=log_directory,
+            key=key,
+            server_key=server_key,
+            timeout=timeout,
+        )
+        check_backend(process_group_backend)
+        self._wait_seconds = timeout_seconds(timeout)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=self._wait_seconds),
+        )
+        self.tracer = Tracer()
+        self._hosted: HostedServers | None = None
+        self._session: WorkerSession | None = None
+        self._updates: RemoteUpdates | None = None
+        self._keys: ModelKeys | None = None
+        self._clipping = Clipping()
+        # True while Lightning runs a backward whose gradients are accumulated only.
+        self._accumulates = False
+
+    @property
+    def session(self) -> WorkerSession | None:
+        """Session of this rank with the servers; None outside of training."""
+        return self._session
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        require_script(self.cluster_environment, self.num_processes)
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        if self._process_group_backend is None and self.root_device.type == "cuda":
+            self._process_group_backend = "cpu:gloo,cuda:nccl"
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        names = [f"rank {rank}" for rank in range(self.world_size)]
+        self._connection = Connection(
+            names, self.cluster_environment, self.num_nodes, self._wait_seconds, self.tracer
+        )
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        with announcing_failures(lambda: self._connection):
+            super().setup(trainer)
+
+    @override
+    def configure_ddp(self) -> None:
+        """Give all ranks the parameters and buffers of rank 0; nothing wraps the model."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and scaler.is_enabled():
+            got, fix = self.precision_plugin.precision, 'precision="bf16-mixed"'
+            rule = "one without a loss scaler for a parameter server"
+            raise ConfigError(got_expected("precision", got, rule, fix))
+        if self.world_size > 1:
+            for tensor in (*self._module.parameters(), *self._module.buffers()):
+                _broadcast_from_rank_0(tensor.detach())
+
+    @override
+    def on_train_start(self) -> None:
+        """Start the job: now optimizers have the state of a checkpoint."""
+        super().on_train_start()
+        with announcing_failures(lambda: self._connection):
+            self._start_session()
+
+    def _start_session(self) -> None:
+        assert self._connection is not None
+        connection, options = self._connection, self._options
+        optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
+        codec = options.made_codec()
+        if codec is not None and not codec.suits_adam:
+            fix = "an optimizer such as SGD"
+            warn_about_few_bits("codec", codec.name, self.optimizers, fix=fix)
+        self._hosted = host_servers(options, self.global_rank, self._wait_seconds, connection.check)
+        servers = len(self._hosted.addresses)
+        self._keys = keys_of(self._module, optimizers, servers, options.key_size())
+        parameters = KeyedParameters(self._keys.parameters)
+        self._session = WorkerSession(self._job(self._hosted, self._keys), parameters)
+        if self.global_rank == 0:
+            self._session.start(states_by_key(self._keys, optimizers))
+        self._session.join()
+        trainer = self._module.trainer
+        self._clipping = Clipping()
+        if options.consistency == BSP:
+            self._clipping.expect(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            self._clipping.attach(self.precision_plugin)
+        self._updates = RemoteUpdates(
+            self._session, self._keys, optimizers, self._clipping, self._pushes_early()
+        )
+        nbytes = sum(key.nbytes for key in self._keys.keys)
+        rank_zero_info(
+            f"dlres: {len(self._keys.keys)} keys with {format_bytes(nbytes)} on {servers} "
+            f"parameter server(s), {options.consistency}."
+        )
+
+    def _job(self, hosted: HostedServers, keys: ModelKeys) -> Job:
+        options = self._options
+        return Job(
+            token=hosted.token,
+            worker=self.global_rank,
+            workers=self.world_size,
+            servers=hosted.addresses,
+            keys=keys.keys,
+            optimizers=keys.setups,
+            consistency=options.consistency,
+            staleness=options.staleness,
+            worker_deadline=options.deadline_seconds(),
+            codec=options.made_codec(),
+            codec_options=options.codec_options,
+            curve=hosted.curve,
+            server_keys=hosted.server_keys,
+            timeout=self._wait_seconds,
+            log_bytes=options.log_size(),
+            log_directory=None if options.log_directory is None else Path(options.log_directory),
+        )
+
+    def _pushes_early(self) -> Callable[[], bool]:
+        """Return the function that tells if gradients may be pushed in backward."""
+        trainer = self._module.trainer
+        clips_itself = self._options.consistency != BSP and bool(trainer.gradient_clip_val)
+        is_possible = (
+            self._options.overlap
+            and self._module.automatic_optimization
+            and not clips_itself
+            and not _gradients_are_seen(trainer, self._module)
+        )
+        return lambda: is_possible and not self._accumulates
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Context manager for a backward whose gradients are accumulated only."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer; of one on the servers only on rank 0."""
+        inner = unwrapped(optimizer)
+        if self._session is None or self._keys is None or not self.is_global_zero:
+            return super().optimizer_state(optimizer)
+        try:
+            fill_state(self._keys, inner, self._session.states())
+            return inner.state_dict()
+        finally:
+            inner.state.clear()
+
+    @override
+    def on_train_end(self) -> None:
+        """Give the optimizers of rank 0 their state, for a checkpoint that a script saves now."""
+        super().on_train_end()
+        if self._session is not None and self._keys is not None and self.is_global_zero:
+            states = self._session.states()
+            for optimizer in self.optimizers:
+                fill_state(self._keys, unwrapped(optimizer), states)
+        self._end_session()
+
+    def _end_session(self) -> None:
+        updates, self._updates = self._updates, None
+        session, self._session = self._session, None
+        hosted, self._hosted = self._hosted, None
+        self._clipping.detach(self.precision_plugin)
+        if updates is not None:
+            updates.close()
+        if session is not None:
+            session.leave()
+        if hosted is not None:
+            hosted.close()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._connection is not None and not isinstance(exception, SIGTERMException):
+            self._connection.announce_failure(self._connection.reason_of(exception))
+
+    @override
+    def teardown(self) -> None:
+        connection, self._connection = self._connection, None
+        try:
+            self._end_session()
+        finally:
+            if connection is not None:
+                connection.close()
+            super().teardown()
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+
+def _broadcast_from_rank_0(tensor: Tensor) -> None:
+    """Replace a tensor by that of rank 0; its memory may have any strides."""
+    data = tensor.contiguous()
+    dist.broadcast(data, 0)
+    if data is not tensor:
+        tensor.copy_(data)
+
+
+def _gradients_are_seen(trainer: Trainer, module: nn.Module) -> bool:
+    """Return True if code may see or change gradients between backward and the update."""
+    return any(
+        is_overridden(hook, module, parent=LightningModule)
+        for hook in (*_MODULE_HOOKS, *_GRADIENT_HOOKS)
+    ) or any(
+        is_overridden(hook, callback, parent=Callback)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        for hook in _GRADIENT_HOOKS
+    )
