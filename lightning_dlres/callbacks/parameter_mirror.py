@@ -20,6 +20,7 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.mirror.config import LAYERWISE, MirrorConfig
 from lightning_dlres.mirror.execute.construction import constructing
 from lightning_dlres.mirror.mirror import Mirror
+from lightning_dlres.strategies.capabilities import updates_elsewhere
 
 # Key of training steps.
 _TRAINING = "training"
@@ -43,7 +44,9 @@ class ParameterMirror(Callback):
     gradients leave as soon as they are made. The first steps learn the order of the layers and
     their times; a plan then fetches each layer ahead of its use.
 
-    Gradients and weights are bitwise equal to those of plain training with the same optimizer.
+    Gradients and weights are bitwise equal to those of plain training with the same optimizer. With
+    the strategy `dlres_parameter_server`, the history is on the servers, and new parameters arrive
+    in the region.
 
     Args:
         window: Bytes of parameters on the device at once; "auto" for the smallest window whose step
@@ -89,10 +92,10 @@ class ParameterMirror(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = trainer.strategy
-        if not isinstance(strategy, SingleDeviceStrategy):
+        if not isinstance(strategy, SingleDeviceStrategy) and not updates_elsewhere(strategy):
             raise ConfigError(
-                "the strategy must be one for a single device for ParameterMirror, got "
-                f"{type(strategy).__name__}. Use Trainer(devices=1)."
+                "the strategy must be one for a single device, or dlres_parameter_server, for "
+                f"ParameterMirror, got {type(strategy).__name__}. Use Trainer(devices=1)."
             )
         if strategy.root_device.type != "cpu":
             raise ConfigError(
@@ -125,6 +128,7 @@ class ParameterMirror(Callback):
             is_stepping = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
             is_stepping |= trainer.is_last_batch
             is_free = is_stepping and gradients_are_free(trainer, pl_module)
+            is_free &= not updates_elsewhere(trainer.strategy)
         self._begin(_TRAINING, is_free=is_free)
 
     @override
@@ -190,7 +194,8 @@ class ParameterMirror(Callback):
         """Make the mirror of this run, unless there is one; a step that is open ends."""
         self._open_step.abandon()
         self._construction.close()
-        optimizers = trainer.optimizers if trainer.state.fn == "fit" else []
+        has_optimizers = trainer.state.fn == "fit" and not updates_elsewhere(trainer.strategy)
+        optimizers = trainer.optimizers if has_optimizers else []
         if self.mirror is not None and self.mirror.is_of(pl_module, optimizers):
             return
         self._close()

@@ -99,6 +99,8 @@ class Mirror:
             self._streaming.gradient_arrived,
             self._start_update,
         )
+        # Before the hooks of others, which then see the gradients in their places.
+        self._gradients.attach(model.parameters())
         self._updates = UpdateThread(self._update)
         self._histories = [
             HistoryInMirror(
@@ -278,8 +280,9 @@ class Mirror:
         """Move the parameters, and gradients that exist, to their places; return the values."""
         values: list[list[Tensor]] = [[] for _ in self.units]
         for index, name, parameter in self._named():
-            storage = parameter.untyped_storage()
-            if storage.resizable() and storage_owner_count(parameter) > 1:
+            # No variable may hold the storage while its owners are counted.
+            may_be_shared = parameter.untyped_storage().resizable()
+            if may_be_shared and storage_owner_count(parameter) > 1:
                 self.aliased.append(name)
             value = places["parameter", name]
             value.copy_(parameter.detach())

@@ -120,6 +120,11 @@ def reads_for_all_ranks(strategy: Strategy) -> bool:
     return bool(getattr(strategy, "reads_for_all_ranks", False))
 
 
+def updates_elsewhere(strategy: Strategy) -> bool:
+    """Return True if servers update the parameters, and the optimizers keep no state on a rank."""
+    return bool(getattr(strategy, "updates_elsewhere", False))
+
+
 def plan_of(strategy: Strategy) -> PipelinePlan | None:
     """Return the strategy's pipeline plan, or None if it has none."""
     plan = getattr(strategy, "plan", None)

@@ -362,6 +362,11 @@ def test_a_tensor_that_will_not_see_updates_is_named(recwarn: pytest.WarningsRec
     assert "network.head.weight" in named[0]
 
 
+def test_ordinary_parameters_are_not_said_to_be_shared(recwarn: pytest.WarningsRecorder) -> None:
+    train(Classifier(), [ParameterMirror()], epochs=1)
+    assert not [w for w in recwarn if "will not see updates" in str(w.message)]
+
+
 def test_other_strategies_are_refused() -> None:
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy="ddp", callbacks=[ParameterMirror()], **QUIET

@@ -21,9 +21,9 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.host.identity import host_identity
 from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.core.wire.keys import CurveKeys, load_keys, load_public_key
+from lightning_dlres.paramserver.config import ParameterServerConfig
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
 from lightning_dlres.paramserver.protocol import TOKEN_BYTES
-from lightning_dlres.strategies.parameter_server.options import ParameterServerOptions
 
 
 class _RankFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class HostedServers:
 
 
 def host_servers(
-    options: ParameterServerOptions, rank: int, timeout: float, check: Callable[[], None]
+    options: ParameterServerConfig, rank: int, timeout: float, check: Callable[[], None]
 ) -> HostedServers:
     """Return the servers of a run, started if they are embedded; called by all ranks together.
 
@@ -126,7 +126,7 @@ def host_servers(
     return HostedServers(facts.token, facts.addresses, *_own_keys(options), stack)
 
 
-def _own_keys(options: ParameterServerOptions) -> tuple[CurveKeys | None, list[bytes]]:
+def _own_keys(options: ParameterServerConfig) -> tuple[CurveKeys | None, list[bytes]]:
     """Return the user's keys: of this rank, and of each server."""
     if options.key is None:
         return None, []

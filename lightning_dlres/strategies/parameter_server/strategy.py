@@ -25,10 +25,16 @@ from lightning_dlres.core.checks import flag, timeout_seconds
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_bytes
+from lightning_dlres.paramserver.config import EMBEDDED, ParameterServerConfig
 from lightning_dlres.paramserver.execute.server.consistency import BSP
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
+from lightning_dlres.paramserver.model_keys import ModelKeys, keys_of
+from lightning_dlres.paramserver.optimizer_states import (
+    fill_state,
+    states_by_key,
+)
 from lightning_dlres.strategies.connection import (
     Connection,
     announcing_failures,
@@ -38,12 +44,6 @@ from lightning_dlres.strategies.connection import (
 from lightning_dlres.strategies.few_bits import unwrapped, warn_about_few_bits
 from lightning_dlres.strategies.named_failures import NamedFailuresStrategy
 from lightning_dlres.strategies.parameter_server.clipping import Clipping
-from lightning_dlres.strategies.parameter_server.model_keys import ModelKeys, keys_of
-from lightning_dlres.strategies.parameter_server.optimizer_states import (
-    fill_state,
-    states_by_key,
-)
-from lightning_dlres.strategies.parameter_server.options import EMBEDDED, ParameterServerOptions
 from lightning_dlres.strategies.parameter_server.remote_update import RemoteUpdates
 from lightning_dlres.strategies.parameter_server.server_hosting import (
     HostedServers,
@@ -132,7 +132,7 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self._options = ParameterServerOptions(
+        self._options = ParameterServerConfig(
             consistency=consistency,
             staleness=staleness,
             servers=servers,
@@ -343,11 +343,11 @@ class ParameterServerStrategy(NamedFailuresStrategy):
 
 
 def _broadcast_from_rank_0(tensor: Tensor) -> None:
-    """Replace a tensor by that of rank 0; its memory may have any strides."""
-    data = tensor.contiguous()
+    """Replace a tensor by that of rank 0."""
+    # A copy: the tensor's memory may have any strides, and the process group keeps what it sends.
+    data = tensor.contiguous().clone()
     dist.broadcast(data, 0)
-    if data is not tensor:
-        tensor.copy_(data)
+    tensor.copy_(data)
 
 
 def _gradients_are_seen(trainer: Trainer, module: nn.Module) -> bool:

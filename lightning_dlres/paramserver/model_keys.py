@@ -1,4 +1,4 @@
-"""Keys of a LightningModule: parts of its parameters, in the order of their definition."""
+"""Keys of a model: parts of its parameters, in the order of their definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checked options of `ParameterServerStrategy`."""
+"""Checked options of training with parameter servers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _LEAST_KEY_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterServerOptions:
-    """Options of the strategy; see `ParameterServerStrategy`."""
+class ParameterServerConfig:
+    """Options; `ParameterServerStrategy` describes each."""
 
     consistency: str
     staleness: int

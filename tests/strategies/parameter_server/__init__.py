@@ -1,0 +1,1 @@
+"""Tests of the strategy of the parameter server."""
