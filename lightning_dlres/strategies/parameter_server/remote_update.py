@@ -21,7 +21,7 @@ from lightning_dlres.core._compat import version_of
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.paramserver.execute.server.optimizers import wire_options
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession, norm_scale
-from lightning_dlres.paramserver.model_keys import ModelKeys
+from lightning_dlres.paramserver.setup.model_keys import ModelKeys
 from lightning_dlres.strategies.parameter_server.clipping import Clipping
 
 

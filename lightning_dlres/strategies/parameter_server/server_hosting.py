@@ -21,9 +21,9 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.host.identity import host_identity
 from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.core.wire.keys import CurveKeys, load_keys, load_public_key
-from lightning_dlres.paramserver.config import ParameterServerConfig
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
 from lightning_dlres.paramserver.protocol import TOKEN_BYTES
+from lightning_dlres.paramserver.setup.config import ParameterServerConfig
 
 
 class _RankFacts(msgspec.Struct, frozen=True, kw_only=True):

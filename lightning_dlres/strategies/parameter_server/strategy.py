@@ -25,13 +25,13 @@ from lightning_dlres.core.checks import flag, timeout_seconds
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_bytes
-from lightning_dlres.paramserver.config import EMBEDDED, ParameterServerConfig
 from lightning_dlres.paramserver.execute.server.consistency import BSP
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
-from lightning_dlres.paramserver.model_keys import ModelKeys, keys_of
-from lightning_dlres.paramserver.optimizer_states import (
+from lightning_dlres.paramserver.setup.config import EMBEDDED, ParameterServerConfig
+from lightning_dlres.paramserver.setup.model_keys import ModelKeys, keys_of
+from lightning_dlres.paramserver.setup.optimizer_states import (
     fill_state,
     states_by_key,
 )
@@ -302,10 +302,18 @@ class ParameterServerStrategy(NamedFailuresStrategy):
     def on_train_end(self) -> None:
         """Give the optimizers of rank 0 their state, for a checkpoint that a script saves now."""
         super().on_train_end()
-        if self._session is not None and self._keys is not None and self.is_global_zero:
+        if self._session is None or self._keys is None or self._connection is None:
+            return
+        # The pushes of all ranks are in the parameters now.
+        self._connection.any_rank(False)
+        if self._options.consistency != BSP:
+            self._session.refresh()
+        if self.is_global_zero:
             states = self._session.states()
             for optimizer in self.optimizers:
                 fill_state(self._keys, unwrapped(optimizer), states)
+        # Embedded servers end with rank 0's session.
+        self._connection.any_rank(False)
         self._end_session()
 
     def _end_session(self) -> None:

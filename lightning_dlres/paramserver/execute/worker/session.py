@@ -210,6 +210,20 @@ class WorkerSession:
         """Copy all values that have arrived into the parameters."""
         self.exchange.land(self._parameters)
 
+    def refresh(self) -> None:
+        """Land the latest values, with the pushes of other workers.
+
+        Raises:
+            PeerError: See `wait`.
+        """
+        with self.exchange.lock:
+            for index, one in enumerate(self.exchange.keys):
+                self.exchange.expect(index, one.number, is_queued=False)
+                request = self.exchange.key_request(index, one.number)
+                self._link_of(index).post(protocol.PULL, request)
+        self.wait()
+        self.land()
+
     def states(self) -> dict[int, dict[str, Any]]:
         """Return the optimizer state of each key: tensors and numbers by name.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dlres.paramserver.model_keys import ModelKeys
+from lightning_dlres.paramserver.setup.model_keys import ModelKeys
 
 
 def states_by_key(keys: ModelKeys, optimizers: list[Optimizer]) -> dict[int, dict[str, Any]]:

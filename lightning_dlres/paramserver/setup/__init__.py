@@ -1,0 +1,1 @@
+"""What a run needs to begin: options, the keys of a model, its optimizer state."""
