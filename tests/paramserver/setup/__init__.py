@@ -1,0 +1,1 @@
+"""Tests of what a run needs to begin."""

@@ -1,0 +1,96 @@
+"""Keys and optimizer states of a model: cut into keys and put together again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.paramserver.setup.model_keys import keys_of
+from lightning_dlres.paramserver.setup.optimizer_states import fill_state, states_by_key
+
+
+def trained(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer with two steps of state."""
+    optimizer: torch.optim.Optimizer = kind(model.parameters())
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        optim.SGD,
+        lambda p: optim.SGD(p, momentum=0.9),
+        optim.Adam,
+        lambda p: optim.AdamW(p, amsgrad=True),
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.Adagrad,
+        optim.Adadelta,
+        lambda p: optim.RMSprop(p, centered=True, momentum=0.5),
+        optim.ASGD,
+        optim.Rprop,
+        optim.Adafactor,
+    ],
+)
+def test_states_are_cut_and_joined(kind: Any) -> None:
+    model = nn.Sequential(nn.Linear(300, 100), nn.Linear(100, 3), nn.LayerNorm(3))
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    optimizer = trained(kind, model)
+    before = optimizer.state_dict()
+    keys = keys_of(model, [optimizer], 2, 64 << 10)
+    assert len(keys.keys) > len(keys.parameters) or kind is optim.Adafactor
+    by_key = states_by_key(keys, [optimizer])
+    for index in range(len(keys.keys)):
+        by_key.setdefault(index, {})
+    fill_state(keys, optimizer, by_key)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert after["state"].keys() == before["state"].keys()
+    for index, state in before["state"].items():
+        assert state.keys() == after["state"][index].keys()
+        for name, value in state.items():
+            other = after["state"][index][name]
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, other)
+                assert (value.dtype, value.shape) == (other.dtype, other.shape)
+            else:
+                assert value == other
+
+
+def test_tied_parameters_have_one_key() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    keys = keys_of(model, [optim.SGD(model.parameters())], 1, 64 << 10)
+    assert sorted(key.name for key in keys.keys) == ["0.bias", "0.weight", "1.bias"]
+
+
+def test_parameters_outside_of_the_model_are_refused() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = optim.SGD([*model.parameters(), *other.parameters()])
+    with pytest.raises(ConfigError, match="got 2 others"):
+        keys_of(model, [optimizer], 1, 64 << 10)
+
+
+def test_a_parameter_of_two_optimizers_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [optim.SGD(model.parameters()), optim.Adam(model.parameters())]
+    with pytest.raises(ConfigError, match="in one optimizer"):
+        keys_of(model, optimizers, 1, 64 << 10)
+
+
+def test_new_parameters_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optim.SGD([model.weight])
+    keys = keys_of(model, [optimizer], 1, 64 << 10)
+    optimizer.add_param_group({"params": [model.bias]})
+    with pytest.raises(ConfigError, match="must keep its parameters"):
+        keys.require_known(optimizer)
