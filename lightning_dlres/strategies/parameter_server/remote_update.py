@@ -90,6 +90,7 @@ class RemoteUpdates:
                 f"{tuple(gradient.shape)}. Use nn.Embedding(..., sparse=False)."
             )
         place = self._keys.groups[parameter]
+        bounds = self._clipping.of(self._optimizers[place[0]])
         if place not in self._options:
             self._options[place] = self._encoded_options(place)
         for key in reversed(self._keys.by_parameter[parameter]):
@@ -97,8 +98,8 @@ class RemoteUpdates:
                 key.index,
                 gradient,
                 self._options[place],
-                is_held=self._clipping.max_norm is not None,
-                clip_value=self._clipping.max_value or 0.0,
+                is_held=bounds.max_norm is not None,
+                clip_value=bounds.max_value or 0.0,
             )
 
     def _encoded_options(self, place: tuple[int, int]) -> bytes:
@@ -123,14 +124,14 @@ class RemoteUpdates:
         for parameter in reversed(parameters):
             if parameter not in self._pushed:
                 self._push(parameter)
-        if self._clipping.max_norm is not None:
-            norms = self._session.wait_merged()
-            self._session.commit(norm_scale(norms, self._clipping.max_norm))
+        max_norm = self._clipping.of(optimizer).max_norm
+        if max_norm is not None:
+            self._session.commit(norm_scale(self._session.wait_merged(), max_norm))
         self._session.wait()
         self._session.land()
         self._pushed.clear()
         self._options.clear()
-        self._clipping.forget()
+        self._clipping.forget(optimizer)
         self._hidden = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None

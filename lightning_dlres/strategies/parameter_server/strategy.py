@@ -216,6 +216,8 @@ class ParameterServerStrategy(NamedFailuresStrategy):
 
     def _start_session(self) -> None:
         assert self._connection is not None
+        # A callback may have run the training loop before, as a search of the learning rate does.
+        self._end_session()
         connection, options = self._connection, self._options
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
         codec = options.made_codec()
@@ -233,7 +235,7 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         trainer = self._module.trainer
         self._clipping = Clipping()
         if options.consistency == BSP:
-            self._clipping.expect(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            self._clipping = Clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
             self._clipping.attach(self.precision_plugin)
         self._updates = RemoteUpdates(
             self._session, self._keys, optimizers, self._clipping, self._pushes_early()
