@@ -52,6 +52,7 @@ MERGED = "merged"
 WAITING = "waiting"
 BEHIND = "behind"
 DURABLE = "durable"
+ALIVE = "alive"
 FENCED = "fenced"
 UNKNOWN_JOB = "unknown job"
 FAILED = "failed"
@@ -202,7 +203,7 @@ class KeyReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         number: Number of the latest push of this worker in it; for `WAITING`, the awaited number.
         durable: Number of the latest push of this worker that a restarted server still has.
         workers: Workers that are awaited.
-        norm: Squared norm of the merged gradient.
+        norm: Squared norm of the merged gradient; for `VALUE`, of the one in its last update.
     """
 
     key: Count

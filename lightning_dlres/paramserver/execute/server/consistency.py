@@ -149,6 +149,7 @@ class Synchronous:
             state.gradient.copy_(state.parameter.detach())
         state.has_previous = True
         state.applied[:] = [version + 1 for version in state.applied]
+        state.applied_norm, state.norm = state.norm, 0.0
         state.merged, state.is_held, state.has_gradient = 0, False, False
 
 

@@ -40,6 +40,7 @@ class KeyState:
         has_gradient: True if one of the merged pushes had a gradient.
         is_held: True if all pushes are merged, and the update waits for a commit.
         norm: Squared norm of the merged gradient, if it is held.
+        applied_norm: The same of the latest update; 0 if that was not held.
         options: Options of the parameter's group for the update.
         clip_value: Bound of the merged gradient's elements; 0 for none.
         has_previous: True if `gradient` holds the previous value of the parameter.
@@ -57,6 +58,7 @@ class KeyState:
     has_gradient: bool = False
     is_held: bool = False
     norm: float = 0.0
+    applied_norm: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
     clip_value: float = 0.0
     has_previous: bool = False

@@ -323,7 +323,7 @@ class ParameterServer:
 
     def _ping(self, message: Message) -> None:
         if self._admitted(message, protocol.Request) is not None:
-            self._answer(message, protocol.DONE)
+            self._answer(message, protocol.ALIVE, msgspec.msgpack.encode(self._boot))
 
     def _snapshot(self, message: Message) -> None:
         admitted = self._admitted(message, protocol.Request)

@@ -57,6 +57,7 @@ class _KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     key: int
     applied: list[int]
     updates: int
+    norm: float
     tensors: list[_Tensor]
     numbers: dict[str, Any]
     crc32: int
@@ -258,6 +259,7 @@ def _key_record(shard: Shard, state: KeyState) -> list[bytes]:
         key=state.key.index,
         applied=list(state.applied),
         updates=state.updates,
+        norm=state.applied_norm,
         tensors=[
             _Tensor(name, is_state, str(t.dtype).removeprefix("torch."), tuple(t.shape), len(part))
             for (name, is_state, t), part in zip(tensors, data, strict=True)
@@ -326,4 +328,4 @@ def _restore(shard: Shard, record: _KeyRecord, data: list[bytes]) -> None:
     for name, value in record.numbers.items():
         shard.set_optimizer_state(state, name, "", (), memoryview(msgspec.msgpack.encode(value)))
     state.applied[:], state.durable[:] = record.applied, record.applied
-    state.updates = record.updates
+    state.updates, state.applied_norm = record.updates, record.norm

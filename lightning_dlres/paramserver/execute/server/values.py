@@ -81,6 +81,7 @@ class ValueQueue:
             key=state.key.index,
             number=number if is_previous else latest,
             durable=self._shard.durable(state, worker),
+            norm=0.0 if is_previous else state.applied_norm,
         )
         # The next push overwrites the previous value, so ZeroMQ gets a copy of it.
         payload = state.previous().copy() if is_previous else state.payload()

@@ -36,6 +36,7 @@ class KeyExchange:
         queries: Number of queries since the push.
         waiting_for: Workers that the server waits for, by its last answer.
         unanswerable: Number of answers that asked for pushes that the log does not have.
+        is_unconfirmed: True if a restarted server may lack pushes, and no value is awaited.
     """
 
     key: Key
@@ -50,6 +51,12 @@ class KeyExchange:
     queries: int = 0
     waiting_for: tuple[int, ...] = ()
     unanswerable: int = 0
+    is_unconfirmed: bool = False
+
+    @property
+    def is_pending(self) -> bool:
+        """True if a value is awaited, or has arrived and was not landed."""
+        return self.expected >= 0
 
     @property
     def is_awaited(self) -> bool:
@@ -96,7 +103,7 @@ class Exchange:
         """Await a value of a number; `is_queued` says that its push is still to be sent."""
         one = self.keys[key]
         one.expected, one.value, one.is_queued = number, None, is_queued
-        one.is_merged, one.touched = False, time.monotonic()
+        one.is_merged, one.is_unconfirmed, one.touched = False, False, time.monotonic()
         one.queries = one.unanswerable = 0
         one.waiting_for = ()
         self.awaited.add(key)

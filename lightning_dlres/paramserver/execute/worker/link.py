@@ -98,24 +98,28 @@ class ServerLink:
         )
         self._keys = [one for one in exchange.keys if one.key.server == index]
         # Pushes to be sent: earliest needed first, and by number.
-        self._pushes: list[tuple[int, int, LogEntry]] = []
+        self._pushes: list[tuple[int, int]] = []
         self._in_flight: deque[tuple[zmq.MessageTracker, int]] = deque()
         self._in_flight_bytes = 0
-        self._queued: set[tuple[int, int]] = set()
+        self._queued: dict[tuple[int, int], LogEntry] = {}
         self._requests: dict[int, PendingRequest] = {}
         self._posts: deque[tuple[str, bytes, bytes]] = deque()
         self._sequences = itertools.count(_FIRST_SEQUENCE)
         self._next_query = self._next_ping = 0.0
+        # Random number of the server's process; None before its first message.
+        self._boot: int | None = None
+        # Request for the versions of a restarted server.
+        self._version_request: PendingRequest | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"dlres-ps-{index}", daemon=True)
         self._thread.start()
 
     def push(self, entry: LogEntry) -> None:
         """Send a push; the caller holds the exchange's lock."""
-        if (entry.key, entry.number) in self._queued:
-            return
-        self._queued.add((entry.key, entry.number))
-        heapq.heappush(self._pushes, (entry.key, entry.number, entry))
+        if (entry.key, entry.number) not in self._queued:
+            heapq.heappush(self._pushes, (entry.key, entry.number))
+        # The entry may replace that of a predecessor, which the log has freed.
+        self._queued[entry.key, entry.number] = entry
         self._client.interrupt()
 
     def request(self, kind: str, details: msgspec.Struct, payload: Buffer = b"") -> PendingRequest:
@@ -186,8 +190,12 @@ class ServerLink:
         while self._in_flight and self._in_flight[0][0].done:
             self._in_flight_bytes -= self._in_flight.popleft()[1]
         while self._pushes and self._in_flight_bytes < _IN_FLIGHT_BYTES:
-            key, number, entry = heapq.heappop(self._pushes)
-            self._queued.discard((key, number))
+            key, number = heapq.heappop(self._pushes)
+            entry = self._queued.pop((key, number))
+            exchange = self._exchange.keys[key]
+            if exchange.expected == number:
+                exchange.is_queued = False
+                exchange.touched = time.monotonic()
             if entry.is_durable:
                 continue
             tracker = self._client.send_tracked(
@@ -199,10 +207,6 @@ class ServerLink:
             self._in_flight.append((tracker, nbytes))
             self._in_flight_bytes += nbytes
             self._exchange.pushed_bytes += nbytes
-            exchange = self._exchange.keys[key]
-            if exchange.expected == number:
-                exchange.is_queued = False
-                exchange.touched = time.monotonic()
 
     def _current(self, details: bytes) -> bytes:
         """Return the details of a push as one of this process, also if a predecessor made it."""
@@ -226,14 +230,17 @@ class ServerLink:
         """Ask for values that have been awaited for long."""
         asked = 0
         for one in self._keys:
-            if not one.is_awaited or one.is_queued or one.is_merged:
+            if not one.is_unconfirmed and (not one.is_awaited or one.is_queued or one.is_merged):
                 continue
             wait = self._retry_seconds * min(1 << min(one.queries, 8), _MAX_BACKOFF)
             if now - one.touched < wait:
                 continue
             one.touched, one.queries = now, one.queries + 1
             self._send_details(
-                protocol.PULL, self._exchange.key_request(one.key.index, one.expected)
+                protocol.PULL,
+                self._exchange.key_request(
+                    one.key.index, one.number if one.is_unconfirmed else one.expected
+                ),
             )
             asked += 1
             if asked == _MAX_QUERIES:
@@ -266,6 +273,9 @@ class ServerLink:
     def _handle_answer(self, message: Message) -> None:
         pending = self._requests.get(message.sequence)
         if pending is None:
+            if message.kind == protocol.ALIVE:
+                self._note_boot(message.decode(int))
+                return
             if message.sequence >= _FIRST_SEQUENCE:
                 # The answer to a request that was sent twice.
                 return
@@ -286,7 +296,33 @@ class ServerLink:
         if message.kind == protocol.UNKNOWN_JOB:
             raise PeerLostError(f"{self.name} does not know this job.")
         pending.answer = message
+        if pending.kind == protocol.HELLO:
+            self._note_boot(message.decode(protocol.ServerWelcome).boot)
+        elif pending is self._version_request:
+            self._confirm(message.decode(list[protocol.KeyVersion]))
         self._exchange.changed.notify_all()
+
+    def _note_boot(self, boot: int) -> None:
+        """Compare the versions with a server that was started again.
+
+        It may lack pushes whose values this worker has, while other workers wait for them.
+        """
+        is_new, self._boot = self._boot not in (None, boot), boot
+        if is_new:
+            details = msgspec.msgpack.encode(self._exchange.request())
+            self._version_request = PendingRequest(protocol.VERSIONS, details)
+            self._requests[next(self._sequences)] = self._version_request
+
+    def _confirm(self, versions: list[protocol.KeyVersion]) -> None:
+        for version in versions:
+            if version.key >= len(self._exchange.keys):
+                raise ProtocolError(f"{self.name} sent key {version.key}.")
+            one = self._exchange.keys[version.key]
+            self._exchange.log.note_durable(version.key, version.durable)
+            if version.number < one.number:
+                # What was merged may be lost, too.
+                one.is_merged, one.is_unconfirmed = False, not one.is_awaited
+                one.touched, one.queries = -math.inf, 0
 
     def _handle_key(self, message: Message, now: float) -> None:
         reply = message.decode_details(protocol.KeyReply)
@@ -305,12 +341,16 @@ class ServerLink:
             self._resend(one, reply.number)
 
     def _take_value(self, one: KeyExchange, reply: protocol.KeyReply, message: Message) -> None:
+        if reply.number >= one.number:
+            one.is_unconfirmed = False
         if not one.is_awaited or reply.number < one.expected:
             return
         payload = memoryview(message.payload)
         if len(payload) != one.key.nbytes:
             raise ProtocolError(f"{self.name} sent {len(payload)} bytes of {one.key}.")
         one.value, one.value_number, one.is_merged = payload, reply.number, False
+        # Another worker may have committed before this one heard of the merge.
+        one.norm = reply.norm
         self._exchange.pulled_bytes += len(payload)
         self._exchange.answered(reply.key, has_value=True)
 

@@ -179,30 +179,31 @@ class WorkerSession:
         self._waits.until(lambda: not self.exchange.awaited)
 
     def wait_merged(self) -> dict[int, float]:
-        """Wait until all awaited pushes are merged; return the squared norms, by key.
+        """Wait until all pushes since `land` are merged; return the squared norms, by key.
 
         Raises:
             PeerError: See `wait`.
         """
         self._waits.until(lambda: not self.exchange.unmerged)
         with self.exchange.lock:
-            return {key: self.exchange.keys[key].norm for key in sorted(self.exchange.awaited)}
+            return {one.key.index: one.norm for one in self.exchange.keys if one.is_pending}
 
     def commit(self, scale: float) -> None:
         """Let the held updates happen, with the merged gradients multiplied by a factor."""
         with self.exchange.lock:
             for link in self._links:
                 numbers = []
-                for key in sorted(self.exchange.awaited):
-                    one = self.exchange.keys[key]
-                    if one.key.server != link.index:
+                for one in self.exchange.keys:
+                    if one.key.server != link.index or not one.is_pending:
                         continue
-                    entry = self.exchange.log.get(key, one.number)
+                    # A restarted server may need the commit of a key whose value is here already.
+                    entry = self.exchange.log.get(one.key.index, one.number)
                     if entry is not None:
                         self.exchange.log.commit(entry, scale)
-                    # From now on the link asks for the value.
-                    one.is_merged, one.touched = False, time.monotonic()
-                    numbers.append((key, one.number))
+                    if one.is_awaited:
+                        # From now on the link asks for the value.
+                        one.is_merged, one.touched = False, time.monotonic()
+                        numbers.append((one.key.index, one.number))
                 if numbers:
                     link.post_commit(numbers, scale)
 
