@@ -41,6 +41,7 @@ STATE = "state"
 VERSIONS = "versions"
 PING = "ping"
 SNAPSHOT = "snapshot"
+# Its payload lists index and number of each key, as msgpack.
 LEAVE = "leave"
 STATUS = "status"
 

@@ -22,6 +22,8 @@ _MODULE = "tests.support.paramserver_training"
 # Time limits in seconds: of a process's start with its imports, and of progress of the training.
 _START_SECONDS, _PROGRESS_SECONDS = 90.0, 60.0
 _MEMORY = Path("/dev/shm")
+# Bytes of a snapshot that is never completed.
+_PARTIAL_BYTES = 30_000
 
 
 class Cluster:
@@ -111,13 +113,19 @@ class Cluster:
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
         """Wait for a condition; fail with the output of all processes if it does not come true."""
+
+        def holds() -> bool:
+            if condition():
+                return True
+            assert not self._has_failed(), f"a process has ended during the wait for {what}"
+            return False
+
         try:
-            wait_until(lambda: condition() or self._failed(), what, _PROGRESS_SECONDS)
+            wait_until(holds, what, _PROGRESS_SECONDS)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output()}") from error
-        assert condition(), f"a process has ended: {self.output()}"
 
-    def _failed(self) -> bool:
+    def _has_failed(self) -> bool:
         """Return True if a server or the latest process of a worker has ended with an error."""
         return any(process.poll() not in (None, 0) for process in (*self.servers, *self.workers))
 
@@ -145,34 +153,27 @@ class Cluster:
         assert self._address_of(index) == self._addresses[index]
 
     def kill_server_in_snapshot(self, index: int) -> None:
-        """Kill a server while it writes a snapshot."""
-        partial, process = self._snapshots(index, ".snapshot.partial"), self.servers[index]
-
-        def is_writing() -> bool:
-            if not partial.exists():
-                return False
-            process.send_signal(signal.SIGSTOP)
-            if partial.exists():
-                return True
-            process.send_signal(signal.SIGCONT)
-            return False
-
-        wait_until(is_writing, "a snapshot that is being written", _PROGRESS_SECONDS)
-        process.kill_group()
-        assert partial.exists()
+        """Kill a server while it writes a snapshot; the first part of the snapshot stays."""
+        partial = self._snapshots(index, ".snapshot.partial")
+        # The server waits at the end of a pipe until it is killed.
+        self.wait(lambda: _made(os.mkfifo, partial), "a moment between two snapshots")
+        pipe, data = os.open(partial, os.O_RDONLY | os.O_NONBLOCK), bytearray()
+        try:
+            self.wait(lambda: _read_some(pipe, data) > _PARTIAL_BYTES, "half a snapshot")
+            self.kill_server(index)
+        finally:
+            os.close(pipe)
+        partial.unlink()
+        partial.write_bytes(data)
 
     def fill_disk(self, index: int) -> None:
         """Let the next snapshot of a server find a full disk, and the one after it space again."""
         partial = self._snapshots(index, ".snapshot.partial")
 
-        def is_full() -> bool:
-            try:
-                partial.symlink_to("/dev/full")
-            except FileExistsError:
-                return False
-            return True
-
-        self.wait(is_full, "a moment between two snapshots")
+        self.wait(
+            lambda: _made(lambda path: path.symlink_to("/dev/full"), partial),
+            "a moment between two snapshots",
+        )
         # The server removes what it could not write.
         self.wait(lambda: not partial.is_symlink(), "a failed snapshot")
         saved = self._snapshots(index, ".snapshot").stat().st_mtime_ns
@@ -257,6 +258,22 @@ class Cluster:
             os.close(descriptor)
         self._all.append(process)
         return process
+
+
+def _made(make: Callable[[Path], None], path: Path) -> bool:
+    """Make a special file; return False if there is a file."""
+    try:
+        make(path)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _read_some(pipe: int, data: bytearray) -> int:
+    """Add what a pipe has to the data; return the number of bytes."""
+    with contextlib.suppress(BlockingIOError):
+        data += os.read(pipe, 4096)
+    return len(data)
 
 
 @contextlib.contextmanager

@@ -241,13 +241,16 @@ class ParameterServer:
 
     def _end_job(self) -> None:
         """Forget the job, and what would bring it back."""
+        self._remove_files()
+        self._last_snapshot = None
+        self._use(None)
+
+    def _remove_files(self) -> None:
         if self._task is not None:
             self._task.finish()
             self._task = None
         if self._files is not None:
             self._files.remove()
-        self._last_snapshot = None
-        self._use(None)
 
     def _hello(self, message: Message) -> None:
         hello = message.decode_details(protocol.Hello)
@@ -311,6 +314,9 @@ class ParameterServer:
         if admitted is not None:
             shard, request = admitted
             state = shard.state_of(request.key)
+            if state.applied[request.worker] < request.number:
+                # A restarted server waits for pushes; the worker asks again.
+                return
             payload = protocol.encode_state(shard.optimizer_state(state))
             self._answer(message, protocol.STATE, payload)
 
@@ -336,14 +342,20 @@ class ParameterServer:
         if admitted is None:
             return
         shard, request = admitted
-        shard.members.by_index[request.worker].has_left = True
-        self._answer(message, protocol.DONE)
+        member = shard.members.by_index[request.worker]
+        is_new, member.has_left = not member.has_left, True
         if shard.members.have_left():
             # Kept in memory: the worker asks again if the answer is lost.
-            if self._files is not None:
-                self._files.remove()
-        else:
+            self._remove_files()
+        elif is_new:
             self._save_members()
+        if shard.members.have_left() or shard.are_durable(
+            request.worker, memoryview(message.payload)
+        ):
+            self._answer(message, protocol.DONE)
+        else:
+            # The worker keeps its log, which a restarted server would need. It asks again.
+            self._wants_snapshot = True
 
     def _reply(self, key: int, answers: Iterable[Answer]) -> None:
         """Send answers about a key."""

@@ -213,6 +213,19 @@ class Shard:
         """Return the number of the worker's latest push that need not be sent again."""
         return (state.durable if self._is_persistent else state.applied)[worker]
 
+    def are_durable(self, worker: int, data: memoryview) -> bool:
+        """Return True if none of a worker's pushes need be sent again.
+
+        Args:
+            worker: Index of the worker.
+            data: Index and number of each key, as msgpack.
+
+        Raises:
+            ProtocolError: If the data is malformed.
+        """
+        numbers = from_msgpack(data, list[tuple[protocol.Count, protocol.Count]])
+        return all(number <= self.durable(self.state_of(key), worker) for key, number in numbers)
+
     def _started(self, key: int) -> KeyState:
         if not self.is_started:
             raise ProtocolError("the job has not started.")

@@ -213,8 +213,10 @@ class SnapshotTask:
                     with self._lock:
                         self._waiting_bytes -= sum(map(len, parts))
                 _finish(file, self._path)
-        except OSError as error:
-            self.error = str(error)
+        except (
+            Exception
+        ) as error:  # A snapshot whose thread has died must not pass for a whole one.
+            self.error = str(error) or type(error).__name__
             with contextlib.suppress(OSError):
                 _partial(self._path).unlink(missing_ok=True)
 

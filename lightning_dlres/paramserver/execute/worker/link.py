@@ -27,8 +27,12 @@ from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
 from lightning_dlres.paramserver.execute.worker.push_log import LogEntry
 
-# Bytes of pushes that ZeroMQ holds at a time.
-_IN_FLIGHT_BYTES = 4 << 20
+# Bytes and number of pushes that ZeroMQ holds at a time. Its queue has room for 1000 messages; one
+# more would block while a server is away.
+_IN_FLIGHT_BYTES, _IN_FLIGHT_PUSHES = 4 << 20, 256
+# Messages without any from the server, after which only one is sent in so many seconds: a server
+# that is away leaves them in the queue.
+_MAX_UNHEARD, _UNHEARD_SECONDS = 128, 4.0
 # Requests without an answer at a time.
 _MAX_REQUESTS = 8
 # Longest wait for a message in seconds: when idle, and while pushes wait to be sent.
@@ -86,6 +90,7 @@ class ServerLink:
         self.pings = False
         # Clock at the last message of the server; -inf before the first.
         self.last_heard = -math.inf
+        self._unheard = 0
         self._exchange, self._retry_seconds = exchange, retry_seconds
         self._client = Client(
             f"worker {exchange.worker}/{exchange.incarnation}",
@@ -177,19 +182,26 @@ class ServerLink:
         with self._exchange.lock:
             now = time.monotonic()
             if message is not None:
-                self.last_heard = now
+                self.last_heard, self._unheard = now, 0
                 self._handle(message, now)
             if now >= self._next_query:
                 self._next_query = now + self._retry_seconds / 4
                 self._query(now)
             if now >= self._next_ping:
-                self._next_ping = now + max(self._retry_seconds, 0.5)
+                is_slow = self._unheard >= _MAX_UNHEARD
+                self._next_ping = now + max(
+                    self._retry_seconds, _UNHEARD_SECONDS if is_slow else 0.5
+                )
                 self._send_ping()
 
     def _send_pushes(self) -> None:
         while self._in_flight and self._in_flight[0][0].done:
             self._in_flight_bytes -= self._in_flight.popleft()[1]
-        while self._pushes and self._in_flight_bytes < _IN_FLIGHT_BYTES:
+        while (
+            self._pushes
+            and self._in_flight_bytes < _IN_FLIGHT_BYTES
+            and len(self._in_flight) < _IN_FLIGHT_PUSHES
+        ):
             key, number = heapq.heappop(self._pushes)
             entry = self._queued.pop((key, number))
             exchange = self._exchange.keys[key]
@@ -219,9 +231,13 @@ class ServerLink:
 
     def _send_requests(self, now: float) -> None:
         waiting = [(n, one) for n, one in self._requests.items() if one.answer is None]
-        for sequence, pending in waiting[:_MAX_REQUESTS]:
-            if now - pending.sent >= self._retry_seconds:
+        most, wait = _MAX_REQUESTS, self._retry_seconds
+        if self._unheard >= _MAX_UNHEARD:
+            most, wait = 1, max(wait, _UNHEARD_SECONDS)
+        for sequence, pending in waiting[:most]:
+            if now - pending.sent >= wait:
                 pending.sent = now
+                self._unheard += 1
                 self._client.send(
                     pending.kind, pending.payload, sequence=sequence, details=pending.details
                 )
@@ -229,6 +245,8 @@ class ServerLink:
     def _query(self, now: float) -> None:
         """Ask for values that have been awaited for long."""
         asked = 0
+        if self._unheard >= _MAX_UNHEARD:
+            return
         for one in self._keys:
             if not one.is_unconfirmed and (not one.is_awaited or one.is_queued or one.is_merged):
                 continue
@@ -247,10 +265,11 @@ class ServerLink:
                 return
 
     def _send_ping(self) -> None:
-        if self.pings and not self._requests:
+        if self.pings:
             self._send_details(protocol.PING, self._exchange.request())
 
     def _send_details(self, kind: str, details: msgspec.Struct, payload: bytes = b"") -> None:
+        self._unheard += 1
         self._client.send(kind, payload, details=msgspec.msgpack.encode(details))
 
     def _handle(self, message: Message, now: float) -> None:

@@ -2,11 +2,13 @@
 
 The log is a ring of bytes. An entry is freed when the server has it on its disk and ZeroMQ reads it
 no more. The ring may lie in shared memory of the host, under a name: a process that takes the place
-of a killed worker then finds the pushes of its predecessor.
+of a killed worker then finds the pushes of its predecessor. It goes on in a copy, since the
+predecessor may only have been paused, and write to its own file later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import zlib
@@ -94,13 +96,23 @@ class PushLog:
     def __init__(self, capacity: int, path: Path | None = None) -> None:
         self._capacity = -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
         self._path = path
-        is_old = path is not None and path.exists()
+        # Device and inode of the file.
+        self._identity: tuple[int, int] | None = None
+        old = b""
+        if path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                old = path.read_bytes()
+            self._capacity = max(self._capacity, len(old))
         self._memory = self._map(path)
         self._view = memoryview(self._memory)
+        self._view[: len(old)] = old
+        if path is not None:
+            # A process that is killed before this leaves the old file as it was.
+            _new(path).replace(path)
         self._entries: deque[LogEntry] = deque()
         self._by_key: dict[int, dict[int, LogEntry]] = {}
         self._next_order, self._end = 0, 0
-        if is_old:
+        if old:
             self._recover()
 
     @property
@@ -174,24 +186,24 @@ class PushLog:
             of_key.pop(own).is_durable = True
 
     def close(self, remove: bool) -> None:
-        """Close the log; `remove` removes its file, too."""
+        """Close the log; `remove` removes its file, too, unless a successor has replaced it."""
         self._entries.clear()
         self._by_key.clear()
         if remove and self._path is not None:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                if _identity(self._path.stat()) == self._identity:
+                    self._path.unlink()
 
     def _map(self, path: Path | None) -> mmap.mmap:
         if path is None:
             return mmap.mmap(-1, self._capacity)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            _new(path).unlink(missing_ok=True)
+            descriptor = os.open(_new(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             try:
-                old = os.fstat(descriptor).st_size
-                if old:
-                    self._capacity = old
-                else:
-                    # Without allocated space, a write could kill the process later (SIGBUS).
-                    os.posix_fallocate(descriptor, 0, self._capacity)
+                # Without allocated space, a write could kill the process later (SIGBUS).
+                os.posix_fallocate(descriptor, 0, self._capacity)
+                self._identity = _identity(os.fstat(descriptor))
                 return mmap.mmap(descriptor, self._capacity)
             finally:
                 os.close(descriptor)
@@ -264,6 +276,14 @@ class PushLog:
             offset=offset,
             nbytes=_aligned(end - offset),
         )
+
+
+def _new(path: Path) -> Path:
+    return path.with_name(path.name + ".new")
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _payload_at(offset: int, details: int) -> int:

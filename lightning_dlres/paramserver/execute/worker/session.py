@@ -33,8 +33,8 @@ from lightning_dlres.paramserver.gradient_codecs import codec_of
 
 # Details of a push in the log, in bytes, beyond its payload.
 _DETAILS_BYTES = 2048
-# Longest wait for the farewell of servers, in seconds: one may be gone already.
-_LEAVE_SECONDS = 5.0
+# Longest silence of a server at the farewell, in seconds: it may be gone already.
+_LEAVE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 
 
@@ -160,8 +160,9 @@ class WorkerSession:
         with self.exchange.lock:
             self.exchange.check()
             entry = self.exchange.log.append(key, number, details, nbytes)
+            deadline = time.monotonic() + self._job.timeout
             while entry is None:
-                self._wait_for_room()
+                self._wait_for_room(deadline)
                 entry = self.exchange.log.append(key, number, details, nbytes)
             if gradient is not None:
                 self._fill(key, gradient, entry.array, codec, number)
@@ -232,8 +233,10 @@ class WorkerSession:
             PeerError: If a server does not answer in time.
         """
         pending = [
-            self._link_of(index).request(protocol.STATE, self.exchange.key_request(index, 0))
-            for index in range(len(self.exchange.keys))
+            self._link_of(one.key.index).request(
+                protocol.STATE, self.exchange.key_request(one.key.index, one.number)
+            )
+            for one in self.exchange.keys
         ]
         answers = self._waits.answers(pending)
         return {
@@ -242,17 +245,30 @@ class WorkerSession:
         }
 
     def leave(self) -> None:
-        """Say farewell to the servers, and remove the log; the job ends when all have left."""
+        """Say farewell to the servers, and remove the log; the job ends when all have left.
+
+        A server lets a worker go when it needs the log no more: when the worker's pushes are in a
+        snapshot, or when all workers have their last values.
+        """
         with self.exchange.lock:
             has_failed = self.exchange.failure is not None
         if not has_failed:
             pending = [
-                link.request(protocol.LEAVE, self.exchange.request()) for link in self._links
+                (
+                    link,
+                    link.request(protocol.LEAVE, self.exchange.request(), self._numbers_of(link)),
+                )
+                for link in self._links
             ]
-            deadline = time.monotonic() + _LEAVE_SECONDS
+            start = time.monotonic()
             with self.exchange.lock:
-                while any(one.answer is None for one in pending):
-                    if time.monotonic() > deadline or self.exchange.failure is not None:
+                while self.exchange.failure is None:
+                    now = time.monotonic()
+                    is_waiting = any(
+                        one.answer is None and now - max(start, link.last_heard) < _LEAVE_SECONDS
+                        for link, one in pending
+                    )
+                    if not is_waiting or now - start > self._job.timeout:
                         break
                     self.exchange.changed.wait(_POLL_SECONDS)
         self.close()
@@ -283,9 +299,8 @@ class WorkerSession:
         seed = (number * self._job.workers + self._job.worker) * len(self._job.keys) + key
         codec.at_step(number - 1).compress(values, state, torch.from_numpy(payload), seed=seed)
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_room(self, deadline: float) -> None:
         """Let the servers make snapshots, and wait for room in the log; the lock is held."""
-        deadline = time.monotonic() + self._job.timeout
         for link in self._links:
             link.post(protocol.SNAPSHOT, self.exchange.request())
         self.exchange.changed.wait(self._job.retry_seconds)
@@ -296,6 +311,11 @@ class WorkerSession:
                 f"the log of {format_bytes(self.exchange.log.capacity)} is full. See the reason "
                 "with `dlres ps status`."
             )
+
+    def _numbers_of(self, link: ServerLink) -> bytes:
+        """Return index and number of each key of a server, as msgpack."""
+        keys = [one for one in self.exchange.keys if one.key.server == link.index]
+        return msgspec.msgpack.encode([(one.key.index, one.number) for one in keys])
 
     def _link_of(self, key: int) -> ServerLink:
         return self._links[self.exchange.keys[key].key.server]
