@@ -117,7 +117,9 @@ class JobWorkers:
         silent = [
             index
             for index, member in enumerate(self.by_index)
-            if member.is_active and now - (member.last_heard or now) > self._deadline
+            if member.is_active
+            and member.last_heard is not None
+            and now - member.last_heard > self._deadline
         ]
         for index in silent:
             self.by_index[index].is_shut_out = True

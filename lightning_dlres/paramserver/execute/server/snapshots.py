@@ -4,9 +4,10 @@ A snapshot is written key by key, while the server goes on: each key is copied b
 and a thread writes the copies. Keys may therefore be of different versions. Workers send again what
 a key of a restarted server lacks.
 
-A file has a magic number and records. A record is its length, a msgpack header, and raw data. The
-first record describes the job, one follows for each key, and the last one has their number. A file
-gets its name only when it is complete and on the disk. Nothing is ever unpickled.
+A file has a magic number and records. A record is the length and CRC-32 of its msgpack header, this
+header, and raw data, whose CRC-32 the header has. The first record describes the job, one follows
+for each key, and the last one has their number. A file gets its name only when it is complete and
+on the disk. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import msgspec
 from torch import Tensor
 
 from lightning_dlres.core.arrays import byte_array
-from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.paramserver.execute.server.job_workers import JobWorkerRecord
 from lightning_dlres.paramserver.execute.server.key_state import KeyState
@@ -34,9 +35,12 @@ from lightning_dlres.paramserver.execute.server.shard import Shard
 from lightning_dlres.paramserver.protocol import JobSetup
 
 _MAGIC = b"DLRESPS1"
-_LENGTH = struct.Struct("<Q")
+# Length and CRC-32 of a header.
+_FRAME = struct.Struct("<QI")
 # Copies that wait for the disk, in bytes; more would only take memory.
 _MAX_WAITING_BYTES = 8 << 20
+# Errors of a snapshot that does not fit itself, or this server.
+_LOAD_ERRORS = (OSError, ValueError, ProtocolError, msgspec.MsgspecError, struct.error)
 # Names of a key's tensors, beside those of the optimizer's state.
 _PARAMETER, _PREVIOUS = "parameter", "previous"
 
@@ -128,7 +132,7 @@ class SnapshotFiles:
         try:
             with self.values.open("rb") as file:
                 return _read(file, self._worker_file(), now)
-        except (OSError, ValueError, msgspec.MsgspecError, struct.error) as error:
+        except _LOAD_ERRORS as error:
             raise ConfigError(
                 f"snapshot must be a directory of intact snapshots, got {self.values} ({error}). "
                 "Remove the file to start anew."
@@ -239,7 +243,7 @@ def _finish(file: BinaryIO, path: Path) -> None:
 
 def _record(header: msgspec.Struct) -> list[bytes]:
     encoded = msgspec.msgpack.encode(header)
-    return [_LENGTH.pack(len(encoded)), encoded]
+    return [_FRAME.pack(len(encoded), zlib.crc32(encoded)), encoded]
 
 
 def _key_record(shard: Shard, state: KeyState) -> list[bytes]:
@@ -289,17 +293,20 @@ def _read(file: BinaryIO, members: _WorkerFile | None, now: float) -> Shard:
         record = from_msgpack(_header(file), _KeyRecord)
         _restore(shard, record, list(_data(file, record.tensors)))
         keys += 1
-    if from_msgpack(_header(file), _End).keys != keys:
+    if from_msgpack(_header(file), _End).keys != keys or file.read(1):
         raise ValueError("a wrong number of keys")
     shard.start()
     return shard
 
 
 def _header(file: BinaryIO) -> bytes:
-    (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-    header = file.read(length)
-    if len(header) < length:
+    length, crc32 = _FRAME.unpack(file.read(_FRAME.size))
+    # A damaged length must not claim memory.
+    if length > os.fstat(file.fileno()).st_size - file.tell():
         raise ValueError("a record is cut off")
+    header = file.read(length)
+    if zlib.crc32(header) != crc32:
+        raise ValueError("a record is damaged")
     return header
 
 

@@ -57,6 +57,7 @@ class LogEntry:
         nbytes: Bytes in the ring.
         trackers: ZeroMQ's uses of the payload.
         is_durable: True if the server need not get it again.
+        replaced: Entry of the same push by a predecessor, until this one is sealed.
     """
 
     key: int
@@ -69,6 +70,7 @@ class LogEntry:
     nbytes: int
     trackers: list[zmq.MessageTracker] = field(default_factory=list)
     is_durable: bool = False
+    replaced: LogEntry | None = None
 
     @property
     def array(self) -> NDArray[np.uint8]:
@@ -151,6 +153,8 @@ class PushLog:
 
     def seal(self, entry: LogEntry) -> None:
         """Make an entry, whose payload is complete, visible to a successor."""
+        if entry.replaced is not None:
+            entry.replaced.is_durable, entry.replaced = True, None
         if self._path is None:
             return
         header = _Header(
@@ -229,8 +233,8 @@ class PushLog:
     def _add(self, entry: LogEntry) -> None:
         of_key = self._by_key.setdefault(entry.key, {})
         if entry.number in of_key:
-            # A predecessor made this push, too.
-            of_key[entry.number].is_durable = True
+            # A predecessor made this push, too; a successor may need it until this one is whole.
+            entry.replaced = of_key[entry.number]
         of_key[entry.number] = entry
         self._entries.append(entry)
 
@@ -244,6 +248,8 @@ class PushLog:
         entries.sort(key=lambda entry: entry.order)
         for entry in entries:
             self._add(entry)
+            if entry.replaced is not None:
+                entry.replaced.is_durable, entry.replaced = True, None
         if self._entries:
             last = self._entries[-1]
             self._next_order, self._end = last.order + 1, last.offset + last.nbytes
