@@ -22,6 +22,13 @@ CAPACITY = 16 << 10
 KEYS = 3
 
 
+def taken_over(path: Path, capacity: int = CAPACITY) -> PushLog:
+    """Return a log that has taken over that of a predecessor."""
+    log = PushLog(capacity, path)
+    log.take_over()
+    return log
+
+
 def put(log: PushLog, key: int, number: int, payload: bytes, details: bytes = b"d") -> LogEntry:
     """Append an entry and seal it; there must be room."""
     entry = log.append(key, number, details, len(payload))
@@ -61,7 +68,7 @@ def test_a_log_is_like_its_model(seed: int, steps: int) -> None:
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "log")
-        log, model = PushLog(CAPACITY, path), Model()
+        log, model = taken_over(path), Model()
         for _ in range(steps):
             action, key = (
                 draw.choice(["append"] * 6 + ["durable"] * 3 + OTHERS),
@@ -96,7 +103,7 @@ def test_a_log_is_like_its_model(seed: int, steps: int) -> None:
                     torn = log.append(key, model.latest[key] + 1, b"torn", 500)
                     if torn is not None:
                         torn.payload[:100] = draw.randbytes(100)
-                log = PushLog(CAPACITY, path)
+                log = taken_over(path)
                 # Bytes of freed entries may still be there. The servers say what they have.
                 for other in range(KEYS):
                     log.note_durable(other, model.durable[other])
@@ -110,14 +117,14 @@ OTHERS = ["commit", "killed", "killed within a push"]
 def test_a_successor_skips_damaged_entries(damaged: int, offset: int, draw) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "log")
-        log = PushLog(CAPACITY, path)
+        log = taken_over(path)
         payloads = [draw.randbytes(700) for _ in range(5)]
         entries = [put(log, 0, 1 + n, payload) for n, payload in enumerate(payloads)]
         data = bytearray(path.read_bytes())
         first = entries[damaged].offset + entries[damaged].nbytes - 704
         data[first + min(offset, 699)] ^= 1 << draw.randrange(8)
         path.write_bytes(data)
-        successor = PushLog(CAPACITY, path)
+        successor = taken_over(path)
         for number, payload in enumerate(payloads, 1):
             entry = successor.get(0, number)
             if number == damaged + 1:
@@ -129,7 +136,7 @@ def test_a_successor_skips_damaged_entries(damaged: int, offset: int, draw) -> N
 
 @pytest.mark.parametrize("path", [None, "log"])
 def test_a_full_log_has_room_when_pushes_are_durable(path: str | None, tmp_path: Path) -> None:
-    log = PushLog(CAPACITY, None if path is None else tmp_path / path)
+    log = PushLog(CAPACITY) if path is None else taken_over(tmp_path / path)
     number = 0
     while (entry := log.append(0, number + 1, b"", 3000)) is not None:
         log.seal(entry)
@@ -159,24 +166,24 @@ def test_bytes_that_zeromq_reads_are_not_overwritten(tmp_path: Path) -> None:
 
 def test_a_paused_predecessor_does_not_write_to_its_successors_log(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    paused = PushLog(CAPACITY, path)
+    paused = taken_over(path)
     put(paused, 0, 1, b"a" * 100)
-    successor = PushLog(CAPACITY, path)
+    successor = taken_over(path)
     put(successor, 0, 2, b"b" * 100)
     put(paused, 0, 2, b"c" * 100)
     paused.close(remove=True)
-    entries = [PushLog(CAPACITY, path).get(0, number) for number in (1, 2)]
+    entries = [taken_over(path).get(0, number) for number in (1, 2)]
     assert [bytes(entry.payload[:1]) for entry in entries if entry is not None] == [b"a", b"b"]
     successor.close(remove=True)
     # The file is that of the last successor.
     assert path.exists()
-    PushLog(CAPACITY, path).close(remove=True)
+    taken_over(path).close(remove=True)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_successor_finds_more_room_than_its_predecessor(tmp_path: Path) -> None:
-    put(PushLog(CAPACITY, tmp_path / "log"), 0, 1, b"a")
-    log = PushLog(4 * CAPACITY, tmp_path / "log")
+    put(taken_over(tmp_path / "log"), 0, 1, b"a")
+    log = taken_over(tmp_path / "log", 4 * CAPACITY)
     assert log.capacity == 4 * CAPACITY
     put(log, 0, 2, bytes(3 * CAPACITY))
     assert log.get(0, 1) is not None
@@ -188,14 +195,30 @@ def test_a_log_without_space_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ConfigError, match=r"free space, got .*No space left on device"):
-        PushLog(CAPACITY, tmp_path / "log")
+        taken_over(tmp_path / "log")
+
+
+def test_a_push_after_the_copy_was_mapped_is_found(tmp_path: Path) -> None:
+    paused = taken_over(tmp_path / "log")
+    successor = PushLog(CAPACITY, tmp_path / "log")
+    # The servers have not yet heard of the successor.
+    put(paused, 0, 1, b"abc")
+    successor.take_over()
+    assert successor.get(0, 1) is not None
+
+
+def test_of_two_processes_that_take_over_one_is_refused(tmp_path: Path) -> None:
+    first, second = (PushLog(CAPACITY, tmp_path / "log") for _ in range(2))
+    with pytest.raises(ConfigError, match="of two processes"):
+        first.take_over()
+    second.take_over()
 
 
 @pytest.mark.parametrize("end", [lambda log: log.close(remove=False), lambda log: None])
 def test_the_file_stays_for_a_successor(tmp_path: Path, end: Callable[[PushLog], None]) -> None:
-    log = PushLog(CAPACITY, tmp_path / "log")
+    log = taken_over(tmp_path / "log")
     put(log, 2, 7, b"abc")
     end(log)
-    entry = PushLog(CAPACITY, tmp_path / "log").get(2, 7)
+    entry = taken_over(tmp_path / "log").get(2, 7)
     assert entry is not None
     assert bytes(entry.payload) == b"abc"

@@ -88,7 +88,7 @@ class ParameterServer:
         self._task: SnapshotTask | None = None
         self._last_snapshot: float | None = None
         self._snapshot_error = ""
-        self._wants_snapshot = False
+        self._wants_snapshot, self._members_are_saved = False, True
         self._next_snapshot = self._next_look = 0.0
         if snapshot is not None:
             self._files = SnapshotFiles(snapshot, int(self.address.rpartition(":")[2]))
@@ -391,7 +391,7 @@ class ParameterServer:
             return
         self._next_look = now + _LOOK_SECONDS
         silent, released = self._shard.shut_out_silent(now)
-        if silent:
+        if silent or not self._members_are_saved:
             self._save_members()
         for key, answer in released:
             self._reply(key, [answer])
@@ -401,8 +401,10 @@ class ParameterServer:
             return
         try:
             self._files.save_members(self._shard.setup.job, self._shard.members.records())
+            self._members_are_saved = True
         except OSError as error:
-            self._snapshot_error = str(error)
+            # Saved at the next look.
+            self._members_are_saved, self._snapshot_error = False, str(error)
 
     def _advance_snapshot(self) -> bool:
         """Go on with a snapshot, begin one that is due, or end one; True if a key was copied."""

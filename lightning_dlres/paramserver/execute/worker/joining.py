@@ -82,10 +82,14 @@ class Joining:
 
         Raises:
             PeerError: If a server does not answer in time, or another worker does not push.
+            ConfigError: If another process takes over the same log.
         """
         deadline = time.monotonic() + self._job.timeout
         while not all(one.decode(protocol.ServerWelcome).is_started for one in self._greet()):
             self._waits.pause(deadline, "worker 0, which starts the job")
+        # The servers have shut the predecessor out.
+        with self._exchange.lock:
+            self._exchange.log.take_over()
         for link in self._links:
             link.pings = True
         while True:

@@ -2,8 +2,8 @@
 
 The log is a ring of bytes. An entry is freed when the server has it on its disk and ZeroMQ reads it
 no more. The ring may lie in shared memory of the host, under a name: a process that takes the place
-of a killed worker then finds the pushes of its predecessor. It goes on in a copy, since the
-predecessor may only have been paused, and write to its own file later.
+of a killed worker then finds the pushes of its predecessor. It copies them to a file of its own,
+since the predecessor may only have been paused, and go on later.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ class PushLog:
 
     Args:
         capacity: Size in bytes.
-        path: File in a file system in memory, such as /dev/shm. If it exists, its entries are those
-            of the predecessor. None: memory of this process.
+        path: File in a file system in memory, such as /dev/shm. None: memory of this process.
 
     Raises:
         ConfigError: If the file cannot be made.
@@ -100,27 +99,45 @@ class PushLog:
         self._path = path
         # Device and inode of the file.
         self._identity: tuple[int, int] | None = None
-        old = b""
         if path is not None:
             with contextlib.suppress(FileNotFoundError):
-                old = path.read_bytes()
-            self._capacity = max(self._capacity, len(old))
+                self._capacity = max(self._capacity, path.stat().st_size)
         self._memory = self._map(path)
         self._view = memoryview(self._memory)
-        self._view[: len(old)] = old
-        if path is not None:
-            # A process that is killed before this leaves the old file as it was.
-            _new(path).replace(path)
         self._entries: deque[LogEntry] = deque()
         self._by_key: dict[int, dict[int, LogEntry]] = {}
         self._next_order, self._end = 0, 0
-        if old:
-            self._recover()
 
     @property
     def capacity(self) -> int:
         """Size in bytes."""
         return self._capacity
+
+    def take_over(self) -> None:
+        """Take over the entries of the predecessor, and the name of its file.
+
+        The servers must have shut the predecessor out: what it pushes later would be missing.
+
+        Raises:
+            ConfigError: If yet another process does the same.
+        """
+        if self._path is None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            old = self._path.read_bytes()[: self._capacity]
+            self._view[: len(old)] = old
+            self._recover()
+        try:
+            is_own = _identity(_new(self._path).stat()) == self._identity
+        except FileNotFoundError:
+            is_own = False
+        if not is_own:
+            raise ConfigError(
+                f"log_directory must have one log of a worker, got {self._path} of two processes. "
+                "Start each worker once."
+            )
+        # A process that is killed before this leaves the old file as it was.
+        _new(self._path).replace(self._path)
 
     def append(self, key: int, number: int, details: bytes, payload_bytes: int) -> LogEntry | None:
         """Return a new entry whose payload the caller fills; None if there is no room now.
@@ -194,9 +211,10 @@ class PushLog:
         self._entries.clear()
         self._by_key.clear()
         if remove and self._path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                if _identity(self._path.stat()) == self._identity:
-                    self._path.unlink()
+            for path in (self._path, _new(self._path)):
+                with contextlib.suppress(FileNotFoundError):
+                    if _identity(path.stat()) == self._identity:
+                        path.unlink()
 
     def _map(self, path: Path | None) -> mmap.mmap:
         if path is None:

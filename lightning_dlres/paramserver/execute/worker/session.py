@@ -114,6 +114,7 @@ class WorkerSession:
 
         Raises:
             PeerError: If a server does not answer in time, or another worker does not push.
+            ConfigError: If another process takes over the same log.
         """
         return self._joining.join()
 
