@@ -103,9 +103,11 @@ class SnapshotFiles:
         return self.directory / f"server-{self.port}.members"
 
     def remove(self) -> None:
-        """Remove all files."""
+        """Remove all files; one that cannot be removed stays."""
         for path in (self.values, self.members, _partial(self.values), _partial(self.members)):
-            path.unlink(missing_ok=True)
+            # The job has ended: a server must not die of what it leaves behind.
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def save_members(self, job: bytes, records: list[JobWorkerRecord]) -> None:
         """Write the file of members; it is on the disk when this returns.

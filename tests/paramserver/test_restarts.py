@@ -1,0 +1,175 @@
+"""Workers and restarted servers that only a little is missing of."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dlres.core.errors import PeerLostError, PeerTimeoutError
+from lightning_dlres.paramserver.execute.server.service import ParameterServer
+from lightning_dlres.paramserver.execute.worker.job import Job
+from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
+from lightning_dlres.paramserver.execute.worker.session import WorkerSession
+from tests.support.paramserver_training import adamw, model_keys
+
+# Limit of a test's waits in seconds, and seconds between two snapshots that no test awaits.
+DEADLINE, NEVER = 60.0, 3600.0
+
+
+class Training:
+    """Server with snapshots and two workers, all in this process."""
+
+    def __init__(self, stack: ExitStack, directory: Path, timeout: float = DEADLINE) -> None:
+        self._stack, self._directory, self._timeout = stack, directory, timeout
+        torch.manual_seed(0)
+        self.models = [nn.Linear(8, 4) for _ in range(2)]
+        self.keys = model_keys(self.models[0], 1)
+        self._optimizer, self._options = adamw(self.models[0])
+        self.port = 0
+        self.start_server()
+        self.workers = [self.session(worker) for worker in range(2)]
+        self.workers[0].start()
+        assert [worker.join() for worker in self.workers] == [0, 0]
+
+    def start_server(self) -> None:
+        self.server = ParameterServer(
+            port=self.port, snapshot=self._directory / "snapshots", snapshot_every=NEVER
+        )
+        self._stack.callback(self.server.close)
+        self.port = int(self.server.address.rpartition(":")[2])
+
+    def restart_server(self) -> None:
+        self.server.close()
+        self.start_server()
+
+    def session(self, worker: int) -> WorkerSession:
+        """Return another process of a worker, as the servers see it."""
+        job = Job(
+            token=b"t" * 16,
+            worker=worker,
+            workers=2,
+            servers=[self.server.address],
+            keys=self.keys,
+            optimizers=[self._optimizer],
+            timeout=self._timeout,
+            retry_seconds=0.1,
+            log_directory=self._directory,
+        )
+        parameters = KeyedParameters(dict(self.models[worker].named_parameters()))
+        session = WorkerSession(job, parameters)
+        self._stack.callback(session.close)
+        return session
+
+    def push(self, worker: int) -> None:
+        for key in self.keys:
+            shape = self.models[0].get_parameter(key.name).shape
+            self.workers[worker].push(key.index, torch.ones(shape), self._options)
+
+    def step(self) -> None:
+        for worker in range(2):
+            self.push(worker)
+        for session in self.workers:
+            session.wait()
+            session.land()
+
+    def steps(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def versions(self, worker: int) -> set[float]:
+        """Return the number of updates in the optimizer's states."""
+        return {float(state["step"]) for state in self.workers[worker].states().values()}
+
+
+def test_a_restarted_server_gets_pushes_that_nobody_waits_for(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    training = Training(stack, tmp_path)
+    training.step()
+    training.step()
+    training.restart_server()
+    assert training.versions(0) == {2.0}
+    training.step()
+    assert training.versions(1) == {3.0}
+
+
+def test_a_worker_that_rejoins_gets_help_from_one_that_waits_for_nothing(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    training = Training(stack, tmp_path)
+    training.step()
+    training.step()
+    training.workers[1].close()
+    training.restart_server()
+    training.workers[1] = training.session(1)
+    joined = training.workers[1].join()
+    # It goes on wherever the server has come to.
+    assert 0 <= joined <= 2
+    for _ in range(joined, 2):
+        training.push(1)
+        training.workers[1].wait()
+        training.workers[1].land()
+    training.step()
+    assert training.versions(1) == {3.0}
+
+
+def test_a_worker_leaves_only_when_its_pushes_are_safe(stack: ExitStack, tmp_path: Path) -> None:
+    training = Training(stack, tmp_path)
+    training.step()
+    training.workers[0].leave()
+    training.restart_server()
+    assert training.versions(1) == {1.0}
+    training.workers[1].leave()
+    assert list((tmp_path / "snapshots").iterdir()) == []
+    assert [path for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+def test_workers_that_leave_together_need_no_snapshot(stack: ExitStack, tmp_path: Path) -> None:
+    training = Training(stack, tmp_path)
+    training.step()
+    # No snapshot can be written.
+    (tmp_path / "snapshots" / f"server-{training.port}.snapshot.partial").mkdir()
+    threads = [threading.Thread(target=session.leave) for session in training.workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_log_that_stays_full_ends_the_training(stack: ExitStack, tmp_path: Path) -> None:
+    training = Training(stack, tmp_path, timeout=2.0)
+    (tmp_path / "snapshots" / f"server-{training.port}.snapshot.partial").mkdir()
+    with pytest.raises(PeerTimeoutError, match="for a snapshot of the servers, since the log of"):
+        training.steps(100)
+    assert "directory" in training.server.status().snapshot_error
+
+
+def test_a_full_log_forces_a_snapshot(stack: ExitStack, tmp_path: Path) -> None:
+    training = Training(stack, tmp_path)
+    capacity = training.workers[0].exchange.log.capacity
+    nbytes = sum(key.nbytes for key in training.keys)
+    steps = 2 * capacity // nbytes
+    training.steps(steps)
+    assert training.server.status().snapshot_seconds >= 0
+    training.restart_server()
+    training.step()
+    assert training.versions(0) == {steps + 1.0}
+
+
+def test_a_replaced_process_is_shut_out(stack: ExitStack, tmp_path: Path) -> None:
+    training = Training(stack, tmp_path)
+    training.step()
+    old = training.workers[1]
+    training.workers[1] = training.session(1)
+    assert training.workers[1].join() == 1
+    with pytest.raises(PeerLostError, match="shut this process out"):
+        old.states()
+    old.leave()
+    training.step()
+    assert training.versions(1) == {2.0}
