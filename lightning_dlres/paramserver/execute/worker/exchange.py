@@ -75,6 +75,7 @@ class Exchange:
         keys: Exchange of each key.
         log: Pushes that a server may ask for again.
         bases: Number of each key from which this process has begun.
+        is_synchronous: True under "bsp": servers need the pushes of predecessors, too.
         failure: Error that ended the exchange; None while it runs.
         progress: Clock at the last value that arrived.
         awaited: Keys whose values are awaited, by index.
@@ -88,6 +89,7 @@ class Exchange:
     keys: list[KeyExchange]
     log: PushLog
     bases: list[int]
+    is_synchronous: bool
     lock: threading.RLock = field(default_factory=threading.RLock)
     failure: PeerError | None = None
     progress: float = field(default_factory=time.monotonic)
@@ -127,6 +129,10 @@ class Exchange:
                 parameters.land((one.key, value) for one, value in landing)
             for one, _ in landing:
                 one.value, one.expected = None, -1
+
+    def owed_after(self, key: int, number: int) -> int:
+        """Return the number after which a server that has pushes up to `number` needs them."""
+        return number if self.is_synchronous else max(number, self.bases[key])
 
     def request(self) -> protocol.Request:
         """Return the details of a request without arguments."""

@@ -338,7 +338,7 @@ class ServerLink:
                 raise ProtocolError(f"{self.name} sent key {version.key}.")
             one = self._exchange.keys[version.key]
             self._exchange.log.note_durable(version.key, version.durable)
-            if version.number < one.number:
+            if self._exchange.owed_after(version.key, version.number) < one.number:
                 # What was merged may be lost, too.
                 one.is_merged, one.is_unconfirmed = False, not one.is_awaited
                 one.touched, one.queries = -math.inf, 0
@@ -384,6 +384,7 @@ class ServerLink:
 
     def _resend(self, one: KeyExchange, number: int) -> None:
         """Send the pushes of a key after a number again."""
+        number = self._exchange.owed_after(one.key.index, number)
         if number >= one.number:
             return
         log = self._exchange.log

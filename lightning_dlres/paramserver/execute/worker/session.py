@@ -22,6 +22,7 @@ from lightning_dlres.core.arrays import byte_array
 from lightning_dlres.core.errors import ConfigError, PeerTimeoutError
 from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.server.consistency import BSP
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.joining import Joining
@@ -74,6 +75,7 @@ class WorkerSession:
             keys=[KeyExchange(key) for key in job.keys],
             log=PushLog(max(job.log_bytes, 2 * round_bytes), path),
             bases=[0] * len(job.keys),
+            is_synchronous=job.consistency == BSP,
         )
         self._codecs = [codec_of(key, job.codec) for key in job.keys]
         self._residuals: dict[int, State] = {}
