@@ -5,17 +5,23 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from lightning_dlres.core.errors import PeerLostError, PeerTimeoutError
+from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.server.optimizers import optimizer_name
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
+from tests.support.chaos_proxy import Chaos, ChaosProxy
 from tests.support.paramserver_training import adamw, model_keys
+from tests.support.waiting import wait_until
 
 # Limit of a test's waits in seconds, and seconds between two snapshots that no test awaits.
 DEADLINE, NEVER = 60.0, 3600.0
@@ -24,21 +30,43 @@ DEADLINE, NEVER = 60.0, 3600.0
 class Training:
     """Server with snapshots and two workers, all in this process."""
 
-    def __init__(self, stack: ExitStack, directory: Path, timeout: float = DEADLINE) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        directory: Path,
+        *,
+        timeout: float = DEADLINE,
+        snapshot_every: float = NEVER,
+        chaos: Chaos | None = None,
+        **options: Any,
+    ) -> None:
         self._stack, self._directory, self._timeout = stack, directory, timeout
+        self._snapshot_every, self._options_of_job = snapshot_every, options
         torch.manual_seed(0)
         self.models = [nn.Linear(8, 4) for _ in range(2)]
         self.keys = model_keys(self.models[0], 1)
         self._optimizer, self._options = adamw(self.models[0])
+        if options:
+            # The sum of such updates does not depend on their order.
+            name = optimizer_name(torch.optim.SGD)
+            self._optimizer = protocol.OptimizerSetup(name=name, groups=[{"lr": 1.0}])
+            self._options = msgspec.msgpack.encode({"lr": 1.0})
+            for parameter in self.models[0].parameters():
+                nn.init.zeros_(parameter)
         self.port = 0
         self.start_server()
+        self.address = self.server.address
+        if chaos is not None:
+            self.address = stack.enter_context(ChaosProxy(self.address, chaos, 0)).address
         self.workers = [self.session(worker) for worker in range(2)]
         self.workers[0].start()
         assert [worker.join() for worker in self.workers] == [0, 0]
 
     def start_server(self) -> None:
         self.server = ParameterServer(
-            port=self.port, snapshot=self._directory / "snapshots", snapshot_every=NEVER
+            port=self.port,
+            snapshot=self._directory / "snapshots",
+            snapshot_every=self._snapshot_every,
         )
         self._stack.callback(self.server.close)
         self.port = int(self.server.address.rpartition(":")[2])
@@ -53,22 +81,23 @@ class Training:
             token=b"t" * 16,
             worker=worker,
             workers=2,
-            servers=[self.server.address],
+            servers=[self.address],
             keys=self.keys,
             optimizers=[self._optimizer],
             timeout=self._timeout,
             retry_seconds=0.1,
             log_directory=self._directory,
+            **self._options_of_job,
         )
         parameters = KeyedParameters(dict(self.models[worker].named_parameters()))
         session = WorkerSession(job, parameters)
         self._stack.callback(session.close)
         return session
 
-    def push(self, worker: int) -> None:
+    def push(self, worker: int, value: float = 1.0) -> None:
         for key in self.keys:
             shape = self.models[0].get_parameter(key.name).shape
-            self.workers[worker].push(key.index, torch.ones(shape), self._options)
+            self.workers[worker].push(key.index, torch.full(shape, value), self._options)
 
     def step(self) -> None:
         for worker in range(2):
@@ -173,3 +202,39 @@ def test_a_replaced_process_is_shut_out(stack: ExitStack, tmp_path: Path) -> Non
     old.leave()
     training.step()
     assert training.versions(1) == {2.0}
+
+
+@pytest.mark.parametrize(
+    "options", [{"consistency": "asp"}, {"consistency": "ssp", "staleness": 2}]
+)
+def test_asynchronous_pushes_count_once_through_restarts(
+    stack: ExitStack, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    chaos = Chaos(drop=0.1, duplicate=0.1, delay=0.2, seconds=0.05)
+    training = Training(stack, tmp_path, snapshot_every=0.05, chaos=chaos, **options)
+    steps, finished = 40, [0, 0]
+
+    def train(worker: int) -> None:
+        session = training.workers[worker]
+        for _ in range(steps):
+            training.push(worker, worker + 1.0)
+            session.wait()
+            session.land()
+            finished[worker] += 1
+        session.states()
+
+    threads = [threading.Thread(target=train, args=(worker,)) for worker in range(2)]
+    for thread in threads:
+        thread.start()
+    for step in (10, 20, 30):
+        wait_until(lambda step=step: max(finished) >= step, f"step {step}", DEADLINE)
+        training.restart_server()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert finished == [steps, steps]
+    # A new process gets the values that the server has at the end.
+    training.workers[0].close()
+    training.workers[0] = training.session(0)
+    assert training.workers[0].join() == steps
+    for parameter in training.models[0].parameters():
+        assert torch.equal(parameter, torch.full_like(parameter, -steps * (1 + 2) / 2))
