@@ -30,6 +30,7 @@ class KeyExchange:
         value: Value that has arrived, in ZeroMQ's memory; None before.
         value_number: Its number.
         is_merged: True if the server waits for the commit of the awaited number.
+        is_committed: True once this worker has committed the awaited number.
         norm: Squared norm of the merged gradient.
         is_queued: True while the awaited push has not been handed to ZeroMQ.
         touched: Clock at the last message about the awaited value.
@@ -45,6 +46,7 @@ class KeyExchange:
     value: memoryview | None = None
     value_number: int = 0
     is_merged: bool = False
+    is_committed: bool = False
     norm: float = 0.0
     is_queued: bool = False
     touched: float = 0.0
@@ -105,7 +107,8 @@ class Exchange:
         """Await a value of a number; `is_queued` says that its push is still to be sent."""
         one = self.keys[key]
         one.expected, one.value, one.is_queued = number, None, is_queued
-        one.is_merged, one.is_unconfirmed, one.touched = False, False, time.monotonic()
+        one.is_merged = one.is_committed = one.is_unconfirmed = False
+        one.touched = time.monotonic()
         one.queries = one.unanswerable = 0
         one.waiting_for = ()
         self.awaited.add(key)

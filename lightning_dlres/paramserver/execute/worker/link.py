@@ -378,7 +378,8 @@ class ServerLink:
         if entry is not None and not math.isnan(entry.scale):
             # The commit was lost, or the server was started again.
             self.post_commit([(reply.key, reply.number)], entry.scale)
-        elif reply.number == one.expected and one.is_awaited:
+        elif reply.number == one.expected and one.is_awaited and not one.is_committed:
+            # A late answer after the commit must not end the queries: the value may be lost.
             one.is_merged, one.norm = True, reply.norm
             self._exchange.answered(reply.key, has_value=False)
 

@@ -200,6 +200,7 @@ class WorkerSession:
                 for one in self.exchange.keys:
                     if one.key.server != link.index or not one.is_pending:
                         continue
+                    one.is_committed = True
                     # A restarted server may need the commit of a key whose value is here already.
                     entry = self.exchange.log.get(one.key.index, one.number)
                     if entry is not None:
