@@ -1,4 +1,4 @@
-"""Each push changes a parameter once, whatever the network does, and nobody runs too far ahead."""
+"""Each push changes a parameter once through all faults of a network, and "ssp" keeps its bound."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_withheld_value_is_released_when_the_slower_worker_pushes() -> None:
     }
 
 
-def test_nobody_waits_for_a_worker_that_was_shut_out() -> None:
+def test_no_worker_waits_for_one_that_was_shut_out() -> None:
     shard = ssp_shard(0)
     key = shard.setup.keys[0]
     shard.members.shut_out_silent(1.0)

@@ -1,4 +1,4 @@
-"""Workers and restarted servers that only a little is missing of."""
+"""Servers that restart with older parameters get from the workers what they lack."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.chaos_proxy import Chaos, ChaosProxy
 from tests.support.paramserver_training import adamw, model_keys
 from tests.support.waiting import wait_until
 
-# Limit of a test's waits in seconds, and seconds between two snapshots that no test awaits.
+# Limit of a test's waits in seconds, and seconds between two snapshots in tests that need none.
 DEADLINE, NEVER = 60.0, 3600.0
 
 
@@ -115,7 +115,7 @@ class Training:
         return {float(state["step"]) for state in self.workers[worker].states().values()}
 
 
-def test_a_restarted_server_gets_pushes_that_nobody_waits_for(
+def test_a_restarted_server_gets_pushes_that_no_worker_awaits(
     stack: ExitStack, tmp_path: Path
 ) -> None:
     training = Training(stack, tmp_path)

@@ -1,4 +1,4 @@
-"""Workers get along with answers that come late, or in another order."""
+"""Workers go on when answers are late, lost or in another order."""
 
 from __future__ import annotations
 

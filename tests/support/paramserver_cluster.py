@@ -182,10 +182,6 @@ class Cluster:
             "a snapshot after the failed one",
         )
 
-    def snapshot_error(self, index: int) -> str:
-        """Return the reason why the last snapshot of a server failed."""
-        return server_status(self._addresses[index]).snapshot_error
-
     def kill_worker(self, worker: int) -> None:
         """Kill a worker with SIGKILL."""
         self.workers[worker].kill_group()
@@ -237,7 +233,7 @@ class Cluster:
 
     def _address_of(self, index: int) -> str:
         path = self._directory / f"server-{index}.address"
-        wait_until(path.exists, f"the address of server {index}\n{self.output}", _START_SECONDS)
+        wait_until(path.exists, f"the address of server {index}", _START_SECONDS)
         return path.read_text()
 
     def _snapshots(self, index: int, suffix: str) -> Path:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -209,8 +208,3 @@ def server_status(address: str, timeout: float = 20.0) -> protocol.ServerStatus:
         return client.expect(timeout, "the state").decode(protocol.ServerStatus)
     finally:
         client.close()
-
-
-def weights_of(data: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return the weights of a worker's report."""
-    return np.frombuffer(data, np.float32)
