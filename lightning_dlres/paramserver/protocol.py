@@ -28,6 +28,18 @@ VERSION = 1
 # Largest frame of a message in bytes.
 FRAME_BYTES = 256 << 20
 TOKEN_BYTES = 16
+# Dtypes on the wire: those of parameters, and the further ones of optimizer states. A name that a
+# peer chooses is never looked up in `torch`: that would import modules.
+PARAMETER_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+}
+_DTYPES = PARAMETER_DTYPES | {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+}
+# Largest number of dimensions of a tensor; torch has no kernels for more.
+MAX_DIMENSIONS = 64
 
 # Requests of workers.
 HELLO = "hello"
@@ -74,6 +86,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     job: Token
     worker: Count
     incarnation: Count
+
+
+def worker_name(worker: int, incarnation: int) -> str:
+    """Return the name of a worker's connection. Servers refuse its requests under other names."""
+    return f"worker {worker}/{incarnation}"
 
 
 class Hello(Request, frozen=True, kw_only=True, array_like=True):
@@ -318,12 +335,14 @@ def tensor_of(dtype: str, shape: tuple[int, ...], data: memoryview) -> Tensor:
     Raises:
         ProtocolError: If the dtype is unknown, or the number of bytes does not fit.
     """
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype) or min(shape, default=0) < 0:
-        raise ProtocolError(f"a tensor of dtype {dtype!r} and shape {shape}.")
+    kind = _DTYPES.get(dtype)
+    if kind is None or len(shape) > MAX_DIMENSIONS or min(shape, default=0) < 0:
+        raise ProtocolError(f"a tensor of dtype {dtype!r} and {len(shape)} dimensions.")
     if math.prod(shape) * kind.itemsize != len(data):
         raise ProtocolError(f"{len(data)} bytes for {dtype} of shape {shape}.")
-    if not len(data):
-        return torch.empty(shape, dtype=kind)
-    flat = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-    return flat.view(kind).view(shape)
+    flat = torch.empty(len(data) // kind.itemsize, dtype=kind)
+    byte_array(flat)[:] = np.frombuffer(data, np.uint8)
+    try:
+        return flat.view(shape)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ProtocolError(f"a tensor of shape {shape}.") from error

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from lightning_dlres.core.wire.message import pack
 
@@ -114,6 +116,56 @@ def malformed(draw: random.Random, kinds: list[str], typed: list[bytes]) -> Iter
         elif choice == 5:
             frames = [draw.randbytes(draw.randrange(20)) for _ in range(draw.randrange(1, 9))]
         yield frames
+
+
+def attack_with(
+    stack: ExitStack,
+    address: str,
+    messages: Iterable[list[bytes]],
+    good: Callable[[], None],
+) -> None:
+    """Send hostile messages to a server, and use it as a good client in between.
+
+    Args:
+        stack: Closes the sockets at the end of the test.
+        address: Address of the server.
+        messages: Frames of the messages.
+        good: Uses the server as a good client.
+    """
+    draw = random.Random(0)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stack.callback(context.destroy, linger=0)
+    slow = connect_raw(stack, address)
+    greet(slow, b"slow")
+    half_open = [connect_raw(stack, address) for _ in range(5)]
+    half_open[0].sendall(BANNERS["half a greeting"])
+    banners = itertools.cycle(BANNERS.values())
+    bare: zmq.Socket[bytes] | None = None
+    for number, frames in enumerate(messages):
+        if number % 50 == 0:
+            if bare is not None:
+                bare.close(linger=30_000)
+            bare = context.socket(zmq.DEALER)
+            bare.setsockopt(zmq.SNDTIMEO, 20_000)
+            if number % 100:
+                bare.setsockopt(zmq.IDENTITY, f"hostile {number}".encode())
+            bare.connect(address)
+            with ExitStack() as passing, suppress(OSError):
+                raw = connect_raw(passing, address)
+                raw.sendall(next(banners) + draw.randbytes(draw.randrange(100)))
+                claims = connect_raw(passing, address)
+                greet(claims)
+                claims.sendall(frame(b"x", more=bool(number % 3), claimed=1 << 40))
+        assert bare is not None
+        bare.send_multipart(frames)
+        if number % 10 == 0:
+            # This client never reads its replies, and is dropped at some point.
+            with suppress(OSError):
+                for at, part in enumerate(frames):
+                    slow.sendall(frame(part, more=at + 1 < len(frames)))
+        if number % 100 == 0:
+            good()
+    good()
 
 
 def resident_bytes(pid: int | str = "self") -> int:

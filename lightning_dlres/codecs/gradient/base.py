@@ -91,6 +91,19 @@ class GradientCodec(Codec):
             accumulate: Add to `out` instead of replacing its values.
         """
 
+    def check_payload(self, payload: Tensor, count: int) -> None:
+        """Raise if a payload of the right size cannot be decoded.
+
+        Codecs that take positions from a payload override it. Wrong values are no error.
+
+        Args:
+            payload: uint8[payload_bytes(count)] on the CPU, aligned to 4 bytes.
+            count: Number of elements.
+
+        Raises:
+            ProtocolError: If a position in it is not one of the `count` elements.
+        """
+
     def new_state(self, count: int, device: torch.device, *, is_aggregator: bool = False) -> State:
         """Return the state of a gradient of `count` elements before the first step.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dlres.codecs.gradient.base import GradientCodec
-from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.errors import ConfigError, ProtocolError, got_expected
 
 _NOT_FINITE = -1
 # Number of elements above which the threshold is estimated from a sample, and the least number of
@@ -126,3 +126,12 @@ class SparseCodec(GradientCodec):
         self, payload: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
         expand(payload, out, scale, accumulate)
+
+    @override
+    def check_payload(self, payload: Tensor, count: int) -> None:
+        indices = _parts(payload)[1]
+        if indices.numel() and int(indices.max()) >= count:
+            raise ProtocolError(
+                f"a payload of codec {self.name!r} for {count} elements has the position "
+                f"{int(indices.max())}."
+            )

@@ -325,7 +325,7 @@ class Client(Endpoint):
         if not 0 < len(identity.encode()) < 256:
             raise ConfigError(got_expected("identity", identity, "1 to 255 bytes", '"rank 1"'))
         super().__init__(zmq.DEALER, send_timeout, copies)
-        self._peer_label = f"{server} ({address})"
+        self._peer_label, self._server_address = f"{server} ({address})", address
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.MAXMSGSIZE, -1 if max_frame_bytes is None else max_frame_bytes)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
@@ -360,6 +360,20 @@ class Client(Endpoint):
         """
         peer = self._peer_label
         return self._send([], peer, kind, payload, sequence=sequence, details=details)[0]
+
+    def reconnect(self) -> None:
+        """Replace the connection by a new one; messages on their way may be lost.
+
+        ZeroMQ keeps a connection whose name another client has taken at the server, although
+        nothing passes it any more. It also takes minutes to notice that a host is gone.
+        """
+        self._socket.disconnect(self._server_address)
+        self._socket.connect(self._server_address)
+
+    @property
+    def is_writable(self) -> bool:
+        """True if a send would not wait, since the queue to the server is not full."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def send_tracked(self, kind: str, payload: Buffer, *, details: bytes) -> zmq.MessageTracker:
         """Send without copying the payload; return a tracker of ZeroMQ's use of it.

@@ -10,14 +10,13 @@ import os
 import random
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-import zmq
 
 from lightning_dlres.core.comm import heartbeat
 from lightning_dlres.core.comm.liveness import Watch
@@ -32,10 +31,7 @@ from lightning_dlres.prefetch.storage.nodes import protocol
 from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
 from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 from tests.support.hostile_clients import (
-    BANNERS,
-    connect_raw,
-    frame,
-    greet,
+    attack_with,
     malformed,
     resident_bytes,
 )
@@ -73,52 +69,9 @@ def attack(
     typed: list[bytes],
     good: Callable[[], None],
 ) -> None:
-    """Send hostile messages to a server, and use it as a good client in between.
-
-    Args:
-        stack: Closes the sockets at the end of the test.
-        address: Address of the server.
-        count: Number of messages.
-        kinds: Kinds of messages that the server accepts.
-        typed: Payloads that the server can decode.
-        good: Uses the server as a good client.
-    """
-    draw = random.Random(count)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    stack.callback(context.destroy, linger=0)
-    slow = connect_raw(stack, address)
-    greet(slow, b"slow")
-    half_open = [connect_raw(stack, address) for _ in range(5)]
-    half_open[0].sendall(BANNERS["half a greeting"])
-    banners = itertools.cycle(BANNERS.values())
-    hostile = malformed(draw, kinds, typed)
-    bare: zmq.Socket[bytes] | None = None
-    for number in range(count):
-        if number % 50 == 0:
-            if bare is not None:
-                bare.close(linger=int(1000 * SECONDS))
-            bare = context.socket(zmq.DEALER)
-            bare.setsockopt(zmq.SNDTIMEO, 20_000)
-            if number % 100:
-                bare.setsockopt(zmq.IDENTITY, f"hostile {number}".encode())
-            bare.connect(address)
-            with ExitStack() as passing, suppress(OSError):
-                raw = connect_raw(passing, address)
-                raw.sendall(next(banners) + draw.randbytes(draw.randrange(100)))
-                claims = connect_raw(passing, address)
-                greet(claims)
-                claims.sendall(frame(b"x", more=bool(number % 3), claimed=1 << 40))
-        assert bare is not None
-        frames = next(hostile)
-        bare.send_multipart(frames)
-        if number % 10 == 0:
-            # This client never reads its replies, and is dropped at some point.
-            with suppress(OSError):
-                for at, part in enumerate(frames):
-                    slow.sendall(frame(part, more=at + 1 < len(frames)))
-        if number % 100 == 0:
-            good()
-    good()
+    """Send hostile messages to a server; see `attack_with` and `malformed`."""
+    messages = malformed(random.Random(count), kinds, typed)
+    attack_with(stack, address, itertools.islice(messages, count), good)
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_dlres.codecs.gradient.base import GradientCodec
 from lightning_dlres.core.arrays import byte_array
 from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.plan.keys import Key
 
 
@@ -73,13 +74,16 @@ class KeyState:
         Raises:
             ProtocolError: If the key's description contradicts itself.
         """
-        dtype = getattr(torch, key.dtype, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        dtype = protocol.PARAMETER_DTYPES.get(key.dtype)
+        if dtype is None:
             raise ProtocolError(
-                f"{key} has the dtype {key.dtype!r}, expected a floating-point one."
+                f"{key} has the dtype {key.dtype!r}, expected one of "
+                f"{', '.join(protocol.PARAMETER_DTYPES)}."
             )
-        count, is_valid = math.prod(key.shape), min(key.shape, default=0) >= 0
-        if not is_valid or count != key.count or count * dtype.itemsize != key.nbytes:
+        if len(key.shape) > protocol.MAX_DIMENSIONS or min(key.shape, default=0) < 0:
+            raise ProtocolError(f"{key} has {len(key.shape)} dimensions, or a negative size.")
+        count = math.prod(key.shape)
+        if count != key.count or count * dtype.itemsize != key.nbytes:
             raise ProtocolError(f"{key} has {key.nbytes} bytes, but the shape {key.shape}.")
         try:
             value, gradient = (torch.empty(key.shape, dtype=dtype) for _ in range(2))

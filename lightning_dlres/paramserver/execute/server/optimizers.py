@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_dlres.core.errors import ConfigError, ProtocolError
+from lightning_dlres.core.errors import ConfigError, ProtocolError, text_of
+from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.mirror.profile.history import PER_PARAMETER
 from lightning_dlres.paramserver.plan.keys import Key
 from lightning_dlres.paramserver.protocol import OptimizerSetup
@@ -18,14 +22,21 @@ from lightning_dlres.paramserver.protocol import OptimizerSetup
 _WHOLE_PARAMETER: tuple[type[Optimizer], ...] = (optim.Adafactor,)
 # Options that other hosts cannot use, or that need a graph.
 _LOCAL_OPTIONS = frozenset({"capturable", "differentiable"})
+# Largest number of optimizers of a job, and of groups of an optimizer.
+_MAX_OPTIMIZERS, _MAX_GROUPS = 64, 65_536
+# Checked options that are remembered: those of the groups whose keys are being pushed.
+_MAX_CHECKED = 64
+# Finite options beyond it overflow a float32.
+_LARGEST = torch.finfo(torch.float32).max
 _registry: dict[str, type[Optimizer]] = {}
 
 
 def register_server_optimizer(optimizer: type[Optimizer]) -> type[Optimizer]:
     """Let servers of this process make an optimizer of a class that is not torch's.
 
-    Each key gets its own update, so the optimizer must treat every parameter by itself. It may be
-    used as a decorator. `dlres ps serve --optimizer module:Class` registers a class, too.
+    Each key gets its own update, so the optimizer must treat every parameter by itself. All parts
+    of its state must be there after the first update. The function may be used as a decorator.
+    `dlres ps serve --optimizer module:Class` registers a class, too.
     """
     _registry[optimizer_name(optimizer)] = optimizer
     return optimizer
@@ -101,36 +112,104 @@ class ServerOptimizers:
         keys: Sequence[Key],
         parameters: Sequence[nn.Parameter],
     ) -> None:
-        self._optimizers: list[Optimizer | None] = []
-        for index, setup in enumerate(setups):
-            pairs = zip(keys, parameters, strict=True)
-            own = [(key.group, p) for key, p in pairs if key.optimizer == index]
-            self._optimizers.append(_make_optimizer(setup, own) if own else None)
+        if len(setups) > _MAX_OPTIMIZERS:
+            raise ProtocolError(f"{len(setups)} optimizers, expected at most {_MAX_OPTIMIZERS}.")
+        own: list[list[nn.Parameter]] = [[] for _ in setups]
+        for key, parameter in zip(keys, parameters, strict=True):
+            own[key.optimizer].append(parameter)
+        self._optimizers = [
+            _make_optimizer(setup, of_setup) if of_setup else None
+            for setup, of_setup in zip(setups, own, strict=True)
+        ]
+        self._setups = setups
+        # Checked options by optimizer and message.
+        self._checked: dict[tuple[int, bytes], dict[str, Any]] = {}
+
+    def checked(self, key: Key, options: bytes) -> dict[str, Any]:
+        """Return the options of a push, in the form that `update` expects.
+
+        Raises:
+            ProtocolError: If they are malformed, an option is unknown, or the optimizer refuses it.
+        """
+        checked = self._checked.get((key.optimizer, options))
+        if checked is None:
+            try:
+                decoded = from_msgpack(options, dict[str, Any])
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(f"options of {key} that are malformed: {error}") from error
+            checked = _checked_options(self._of(key), decoded)
+            if len(self._checked) >= _MAX_CHECKED:
+                self._checked.clear()
+            self._checked[key.optimizer, options] = checked
+        return checked
 
     def update(self, key: Key, parameter: nn.Parameter, options: Mapping[str, Any]) -> None:
         """Update a key's parameter, whose `grad` is the merged gradient.
 
+        Args:
+            key: The key.
+            parameter: Its parameter.
+            options: Options from `checked`.
+
         Raises:
-            ProtocolError: If an option is unknown, or the optimizer refuses it.
+            ProtocolError: If the optimizer fails; the parameter is then in any state.
         """
-        optimizer = self._of(key)
-        checked = _checked_options(options, optimizer.defaults)
-        groups = optimizer.param_groups
-        optimizer.param_groups = [{**optimizer.defaults, **checked, "params": [parameter]}]
-        try:
-            optimizer.step()
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ProtocolError(f"{type(optimizer).__name__} refused {key}: {error}") from error
-        finally:
-            optimizer.param_groups = groups
+        self._step(self._of(key), key, parameter, options)
 
     def state(self, key: Key, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the state of a key: tensors and numbers by name; empty before the first update."""
         return dict(self._of(key).state.get(parameter, {}))
 
     def set_state(self, key: Key, parameter: nn.Parameter, name: str, value: Any) -> None:
-        """Set a part of a key's state."""
+        """Set a part of a key's state, which need not be checked."""
         self._of(key).state[parameter][name] = value
+
+    def load_state(self, key: Key, parameter: nn.Parameter, name: str, value: Any) -> None:
+        """Set a part of a key's state, in the form that the optimizer itself would give it.
+
+        Raises:
+            ProtocolError: If the optimizer has no such state, or one of another shape.
+        """
+        states = self._of(key).state
+        if parameter not in states:
+            states[parameter] = self._first_state(key, parameter)
+        own = states[parameter]
+        if name not in own:
+            if value is None:
+                return
+            raise ProtocolError(f"{key} has no optimizer state {name!r}.")
+        own[name] = _like(own[name], value, f"the optimizer state {name!r} of {key}")
+
+    def _first_state(self, key: Key, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the state after a first update, of a parameter like the given one.
+
+        An optimizer does not check what is in its state. Its kernels would read and write beyond a
+        tensor that is too small.
+        """
+        optimizer, probe = self._of(key), nn.Parameter(torch.zeros_like(parameter), False)
+        probe.grad = torch.zeros_like(parameter)
+        options = _checked_options(optimizer, self._setups[key.optimizer].groups[key.group])
+        try:
+            self._step(optimizer, key, probe, options)
+        finally:
+            state = optimizer.state.pop(probe, {})
+        return dict(state)
+
+    @staticmethod
+    def _step(
+        optimizer: Optimizer, key: Key, parameter: nn.Parameter, options: Mapping[str, Any]
+    ) -> None:
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**optimizer.defaults, **options, "params": [parameter]}]
+        try:
+            optimizer.step()
+        except Exception as error:  # An optimizer may raise anything for options that it accepted.
+            raise ProtocolError(
+                f"{type(optimizer).__name__} failed at {key}: {type(error).__name__}: "
+                f"{text_of(error)}"
+            ) from error
+        finally:
+            optimizer.param_groups = groups
 
     def _of(self, key: Key) -> Optimizer:
         optimizer = self._optimizers[key.optimizer]
@@ -138,35 +217,87 @@ class ServerOptimizers:
         return optimizer
 
 
-def _make_optimizer(setup: OptimizerSetup, own: list[tuple[int, nn.Parameter]]) -> Optimizer:
+def _make_optimizer(setup: OptimizerSetup, parameters: list[nn.Parameter]) -> Optimizer:
     kind = _registry.get(setup.name)
     if kind is None:
         raise ProtocolError(
             f"the optimizer {setup.name} is not known to this server. Start it with `dlres ps "
             f"serve --optimizer {setup.name}`."
         )
-    groups = [
-        {**options, "params": [p for group, p in own if group == index]}
-        for index, options in enumerate(setup.groups)
-    ]
+    if len(setup.groups) > _MAX_GROUPS:
+        raise ProtocolError(f"{len(setup.groups)} groups, expected at most {_MAX_GROUPS}.")
     try:
-        return kind([group for group in groups if group["params"]])  # type: ignore[call-arg]
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"{setup.name} refused its options: {error}") from error
+        # One group: each update comes with the options of its own.
+        optimizer = kind(parameters)  # type: ignore[call-arg]
+    except Exception as error:  # A registered class may raise anything.
+        raise ProtocolError(f"{setup.name} cannot be made: {text_of(error)}") from error
+    for options in setup.groups:
+        _checked_options(optimizer, options)
+    return optimizer
 
 
-def _checked_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of a message in the form that the optimizer expects."""
+def _checked_options(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a message in the form that the optimizer expects.
+
+    Raises:
+        ProtocolError: If one is unknown or of a wrong type, or the optimizer refuses it.
+    """
     checked = {}
     for name, value in options.items():
-        if name not in defaults or name in _LOCAL_OPTIONS:
+        if name not in optimizer.defaults or name in _LOCAL_OPTIONS:
             raise ProtocolError(f"the optimizer has no option {name!r}.")
         if isinstance(value, list):
             value = tuple(value)
-        if not _is_plain(value):
+        if not _is_plain(value) or not _is_like(optimizer.defaults[name], value):
             raise ProtocolError(f"the optimizer's option {name!r} has the value {value!r}.")
         checked[name] = value
+    kind = type(optimizer)
+    # Its constructor checks ranges, and which options go together.
+    accepted = {n: v for n, v in checked.items() if n in inspect.signature(kind).parameters}
+    try:
+        kind([nn.Parameter(torch.zeros(1))], **accepted)
+    except Exception as error:  # A registered class may raise anything.
+        raise ProtocolError(f"{kind.__name__} refused its options: {text_of(error)}") from error
     return checked
+
+
+def _is_like(default: Any, value: Any) -> bool:
+    """Return True if a value may take the place of an option's default."""
+    if isinstance(default, (tuple, list)):
+        is_pair = isinstance(value, tuple) and len(value) == len(default)
+        return is_pair and all(map(_is_like, default, value))
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    if isinstance(default, (int, float, Tensor)):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and (abs(value) <= _LARGEST or math.isinf(value))
+    if isinstance(default, str):
+        return isinstance(value, str)
+    return not isinstance(value, str)
+
+
+def _like(own: Any, value: Any, what: str) -> Any:
+    """Return a value of a state in the form of the state that an optimizer made itself.
+
+    Raises:
+        ProtocolError: If it has another shape.
+    """
+    if isinstance(own, Tensor):
+        given = value if isinstance(value, Tensor) else None
+        if given is None and own.dim() == 0 and isinstance(value, (int, float)):
+            # Earlier versions of torch count steps by plain numbers.
+            given = torch.tensor(float(value))
+        if given is None or given.shape != own.shape:
+            shape = "no tensor" if given is None else f"the shape {tuple(given.shape)}"
+            raise ProtocolError(f"{what} has {shape}, expected {tuple(own.shape)}.")
+        return given.to(own.dtype)
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ProtocolError(f"{what} has the shape {tuple(value.shape)}, expected a number.")
+        value = value.item()
+    if own is not None and (value is None or isinstance(own, bool) != isinstance(value, bool)):
+        raise ProtocolError(f"{what} has the value {value!r}.")
+    return value
 
 
 def _is_plain(value: Any) -> bool:

@@ -27,7 +27,7 @@ from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.consistency import Answer
 from lightning_dlres.paramserver.execute.server.shard import Shard
 from lightning_dlres.paramserver.execute.server.snapshots import SnapshotFiles, SnapshotTask
-from lightning_dlres.paramserver.execute.server.status import server_status
+from lightning_dlres.paramserver.execute.server.status import StatusAnswer, server_status
 from lightning_dlres.paramserver.execute.server.values import ValueQueue
 
 # Longest wait for a message in seconds: when idle, and while values wait to be sent.
@@ -90,20 +90,15 @@ class ParameterServer:
         self._snapshot_error = ""
         self._wants_snapshot, self._members_are_saved = False, True
         self._next_snapshot = self._next_look = 0.0
+        self._status_answer = StatusAnswer(self.status)
         if snapshot is not None:
-            self._files = SnapshotFiles(snapshot, int(self.address.rpartition(":")[2]))
+            port = int(self.address.rpartition(":")[2])
             try:
-                snapshot.mkdir(parents=True, exist_ok=True)
-                self._use(self._files.load(self._started))
-            except OSError as error:
-                self._server.close()
-                raise ConfigError(
-                    f"snapshot must be a writable directory, got {snapshot}: {error.strerror}. Use "
-                    "another one."
-                ) from error
+                self._files, shard = SnapshotFiles.open(snapshot, port, self._started)
             except ConfigError:
                 self._server.close()
                 raise
+            self._use(shard)
         self._handlers: dict[str, Callable[[Message], None]] = {
             protocol.HELLO: self._hello,
             protocol.LOAD: self._load,
@@ -171,8 +166,7 @@ class ParameterServer:
     def _handle(self, message: Message) -> None:
         try:
             if message.kind == protocol.STATUS:
-                payload = msgspec.msgpack.encode(self.status())
-                self._answer(message, protocol.STATUS, payload)
+                self._answer(message, protocol.STATUS, self._status_answer())
             elif message.kind == protocol.SETUP:
                 self._setup(message)
             elif message.kind in self._handlers:
@@ -180,9 +174,17 @@ class ParameterServer:
             else:
                 raise ProtocolError(f"{message.peer} sent an unknown request {message.kind!r}.")
         except (ProtocolError, msgspec.MsgspecError) as error:
-            self._server.refusals.note(error)
-            if self._is_of_job(message):
-                self._answer(message, protocol.FAILED, text_of(error).encode())
+            self._refuse(message, text_of(error))
+        except Exception as error:  # A job that fails must not end those who come after it.
+            text = f"the server failed at {message.kind!r}: {error!r}."
+            if self._shard is not None and self._is_of_job(message):
+                self._shard.failure = text
+            self._refuse(message, text)
+
+    def _refuse(self, message: Message, text: str) -> None:
+        self._server.refusals.note(text)
+        if self._is_of_job(message):
+            self._answer(message, protocol.FAILED, text.encode())
 
     def _is_of_job(self, message: Message) -> bool:
         with contextlib.suppress(ProtocolError, msgspec.MsgspecError):
@@ -204,9 +206,15 @@ class ParameterServer:
             return None
         if request.worker >= shard.setup.workers:
             raise ProtocolError(f"worker {request.worker} of {shard.setup.workers}.")
+        name = protocol.worker_name(request.worker, request.incarnation)
+        if message.peer != name:
+            # Otherwise a replayed message would get the answers, and count as a sign of life.
+            raise ProtocolError(f"{message.peer!r} sent a request of {name!r}.")
         if shard.members.is_shut_out(request):
             self._answer(message, protocol.FENCED)
             return None
+        if shard.failure and message.kind != protocol.LEAVE:
+            raise ProtocolError(shard.failure)
         self._server.trust(message.connection)
         if shard.members.admit(request, message.peer, time.monotonic()):
             shard.rejoin(request.worker)
@@ -216,9 +224,9 @@ class ParameterServer:
         return shard, request
 
     def _setup(self, message: Message) -> None:
-        setup = message.decode(protocol.JobSetup)
+        job = message.decode_details(protocol.Request).job
         if self._shard is not None:
-            if self._shard.setup.job == setup.job:
+            if self._shard.setup.job == job:
                 self._answer(message, protocol.DONE)
                 return
             if not self._shard.members.are_over():
@@ -226,8 +234,11 @@ class ParameterServer:
                 self._answer(message, protocol.FAILED, text.encode())
                 return
         try:
+            setup = message.decode(protocol.JobSetup)
+            if setup.job != job:
+                raise ProtocolError(f"{message.peer} described another job than its own.")
             shard = Shard(setup, is_persistent=self._files is not None, now=time.monotonic())
-        except ProtocolError as error:
+        except Exception as error:  # Nothing has changed yet, whatever a description contains.
             self._server.refusals.note(error)
             self._answer(message, protocol.FAILED, text_of(error).encode())
             return
@@ -247,7 +258,7 @@ class ParameterServer:
 
     def _remove_files(self) -> None:
         if self._task is not None:
-            self._task.finish()
+            self._task.cancel("the job is over")
             self._task = None
         if self._files is not None:
             self._files.remove()
@@ -412,6 +423,12 @@ class ParameterServer:
         if self._files is None or shard is None or not shard.is_started:
             return False
         now = time.monotonic()
+        if shard.failure:
+            # A key may be updated in part: go on from the last snapshot.
+            if self._task is not None:
+                self._task.cancel(shard.failure)
+                self._conclude_snapshot(self._task, now)
+            return False
         if self._task is None:
             is_due = self._wants_snapshot or now >= self._next_snapshot
             if not is_due or shard.members.have_left():
@@ -421,7 +438,6 @@ class ParameterServer:
         if self._task.is_done:
             self._conclude_snapshot(self._task, now)
             return False
-        self._task.abandon_if_failed()
         return self._task.advance()
 
     def _conclude_snapshot(self, task: SnapshotTask, now: float) -> None:

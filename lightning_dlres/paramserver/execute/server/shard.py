@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import torch
 
 from lightning_dlres.codecs.gradient.base import GradientCodec
 from lightning_dlres.core.errors import ConfigError, ProtocolError
@@ -22,12 +23,16 @@ from lightning_dlres.paramserver.execute.server.consistency import (
     Synchronous,
 )
 from lightning_dlres.paramserver.execute.server.job_workers import JobWorkerRecord, JobWorkers
-from lightning_dlres.paramserver.execute.server.key_state import KeyState
+from lightning_dlres.paramserver.execute.server.key_state import KeyState, as_tensor
 from lightning_dlres.paramserver.execute.server.optimizers import ServerOptimizers
 from lightning_dlres.paramserver.gradient_codecs import codec_of, job_codec
 
 # Largest job that a server accepts.
 MAX_WORKERS, MAX_KEYS = 4096, 1_000_000
+# Largest number of keys times workers: each pair takes memory for two numbers.
+_MAX_VERSIONS = 1 << 24
+# Longest deadline of workers, in seconds: a server must become free when they are gone.
+_MAX_DEADLINE = 7 * 86400.0
 
 
 class Shard:
@@ -44,6 +49,7 @@ class Shard:
         members: Workers of the job.
         states: State of each key, by the index of the key.
         is_started: True once all keys have a value and workers may begin.
+        failure: Reason why the job cannot go on; "" while it can.
 
     Raises:
         ProtocolError: If the description contradicts itself.
@@ -59,6 +65,7 @@ class Shard:
     ) -> None:
         _check_setup(setup)
         self.setup, self.is_started, self._is_persistent = setup, False, is_persistent
+        self.failure = ""
         self.members = JobWorkers(setup.workers, setup.worker_deadline, records, now)
         self.states = {key.index: KeyState.new(key, setup.workers) for key in setup.keys}
         parameters = [self.states[key.index].parameter for key in setup.keys]
@@ -106,21 +113,25 @@ class Shard:
             state.set_value(data)
             state.loaded = True
             return
-        self.set_optimizer_state(state, load.state, load.dtype, load.shape, data)
+        value = _state_value(load.dtype, load.shape, data)
+        self._optimizers.load_state(state.key, state.parameter, load.state, value)
 
-    def set_optimizer_state(
+    def restore_optimizer_state(
         self, state: KeyState, name: str, dtype: str, shape: tuple[int, ...], data: memoryview
     ) -> None:
-        """Set a part of a key's optimizer state; `dtype` is "" for a number, as msgpack.
+        """Set a part of a key's optimizer state from a snapshot, which is not doubted.
+
+        Args:
+            state: State of the key.
+            name: Name of the part.
+            dtype: Name of its dtype; "" for a number, as msgpack.
+            shape: Its shape.
+            data: Its bytes.
 
         Raises:
             ProtocolError: If the data does not fit.
         """
-        value: Any
-        if not dtype:
-            value = _number(data)
-        else:
-            value = protocol.tensor_of(dtype, shape, data)
+        value = _state_value(dtype, shape, data)
         self._optimizers.set_state(state.key, state.parameter, name, value)
 
     def optimizer_state(self, state: KeyState) -> dict[str, Any]:
@@ -153,10 +164,15 @@ class Shard:
                     f"{len(data)} bytes of codec {push.codec!r} for {state.key}, expected "
                     f"{expected} of {codec.name if codec else ''!r}."
                 )
-        options = from_msgpack(push.options, dict[str, Any])
+            if codec is not None:
+                codec.check_payload(as_tensor(data), state.key.count)
+        # All is checked before anything changes: a bad push must not spoil those of others.
+        options = self._optimizers.checked(state.key, push.options)
         clip = push.clip_value
-        if not math.isfinite(clip) or clip < 0:
+        if not 0 <= clip <= torch.finfo(state.parameter.dtype).max:
             raise ProtocolError(f"clip_value {clip} for {state.key}.")
+        if push.base >= push.number:
+            raise ProtocolError(f"push {push.number} of {state.key} from base {push.base}.")
         return self._consistency.push(
             state,
             PushedGradient(
@@ -181,10 +197,15 @@ class Shard:
         Raises:
             ProtocolError: If the payload is malformed.
         """
-        if not math.isfinite(commit.scale):
+        if not math.isfinite(commit.scale) or commit.scale < 0:
             raise ProtocolError(f"the scale {commit.scale} of a commit.")
-        for key, number in from_msgpack(data, list[tuple[protocol.Count, protocol.Count]]):
-            state = self._started(key)
+        released = from_msgpack(data, list[tuple[protocol.Count, protocol.Count]])
+        if len(released) > len(self.states):
+            raise ProtocolError(f"a commit of {len(released)} keys, of {len(self.states)}.")
+        # All keys are looked up before the first one changes.
+        states = [(self._started(key), number) for key, number in released]
+        for state, number in states:
+            key = state.key.index
             for answer in self._consistency.commit(state, commit.worker, number, commit.scale):
                 yield key, answer
 
@@ -235,6 +256,10 @@ class Shard:
         state.parameter.grad = state.gradient
         try:
             self._optimizers.update(state.key, state.parameter, state.options)
+        except ProtocolError as error:
+            # The parameter may have changed in part: nobody may have it, or put it in a snapshot.
+            self.failure = str(error)
+            raise
         finally:
             state.parameter.grad = None
         state.updates += 1
@@ -246,7 +271,13 @@ def _check_setup(setup: protocol.JobSetup) -> None:
         raise ProtocolError(f"a job of {setup.workers} workers and {len(setup.keys)} keys.")
     if len(indices) < len(setup.keys) or min(indices, default=0) < 0:
         raise ProtocolError("two keys with the same index.")
-    if setup.consistency not in CONSISTENCIES or not setup.worker_deadline > 0:
+    if len(setup.keys) * setup.workers > _MAX_VERSIONS:
+        raise ProtocolError(
+            f"{len(setup.keys)} keys of {setup.workers} workers, expected a product of at most "
+            f"{_MAX_VERSIONS}. Use more servers, or larger keys."
+        )
+    is_deadline = 0 < setup.worker_deadline <= _MAX_DEADLINE
+    if setup.consistency not in CONSISTENCIES or not is_deadline:
         raise ProtocolError(
             f"the consistency {setup.consistency!r} with a deadline of {setup.worker_deadline} s."
         )
@@ -256,7 +287,9 @@ def _check_setup(setup: protocol.JobSetup) -> None:
             raise ProtocolError(f"{key} is of optimizer {key.optimizer}, group {key.group}.")
 
 
-def _number(data: memoryview) -> Any:
+def _state_value(dtype: str, shape: tuple[int, ...], data: memoryview) -> Any:
+    if dtype:
+        return protocol.tensor_of(dtype, shape, data)
     try:
         return from_msgpack(data, bool | int | float | None)  # type: ignore[arg-type]
     except msgspec.MsgspecError as error:

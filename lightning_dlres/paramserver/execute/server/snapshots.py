@@ -102,6 +102,27 @@ class SnapshotFiles:
         """File of the workers that were admitted or shut out."""
         return self.directory / f"server-{self.port}.members"
 
+    @classmethod
+    def open(cls, directory: Path, port: int, now: float) -> tuple[SnapshotFiles, Shard | None]:
+        """Return the files in a directory, which is made if need be, and their shard if any.
+
+        Args:
+            directory, port: See the class.
+            now: Clock in seconds, for the workers' deadlines.
+
+        Raises:
+            ConfigError: If the directory is not writable, or the snapshot is damaged.
+        """
+        files = cls(directory, port)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            return files, files.load(now)
+        except OSError as error:
+            raise ConfigError(
+                f"snapshot must be a writable directory, got {directory}: {error.strerror}. Use "
+                "another one."
+            ) from error
+
     def remove(self) -> None:
         """Remove all files; one that cannot be removed stays."""
         for path in (self.values, self.members, _partial(self.values), _partial(self.members)):
@@ -164,7 +185,7 @@ class SnapshotTask:
         # Versions of the copied keys, by index.
         self._applied: dict[int, list[int]] = {}
         self._queue: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._written = threading.Condition()
         self._waiting_bytes = 0
         self._thread = threading.Thread(target=self._run, name="dlres-ps-snapshot", daemon=True)
         self._put([_MAGIC, *_record(shard.setup)])
@@ -172,7 +193,7 @@ class SnapshotTask:
 
     def advance(self) -> bool:
         """Copy another key, unless the disk lags behind; return True if a key was copied."""
-        if not self._to_copy or self._waiting_bytes > _MAX_WAITING_BYTES or self.error:
+        if not self._to_copy or not self._has_room():
             return False
         state = self._to_copy.pop()
         self._applied[state.key.index] = list(state.applied)
@@ -195,18 +216,22 @@ class SnapshotTask:
     def finish(self) -> None:
         """Copy all keys, and wait until the file is complete or has failed."""
         while self._to_copy and not self.error:
-            self._waiting_bytes = 0
+            with self._written:
+                self._written.wait_for(lambda: self._has_room() or bool(self.error))
             self.advance()
-        self.abandon_if_failed()
         self._thread.join()
 
-    def abandon_if_failed(self) -> None:
-        """End the thread after an error."""
-        if self.error:
-            self._queue.put(None)
+    def cancel(self, reason: str) -> None:
+        """End the snapshot without a file."""
+        self.error = self.error or reason
+        self._queue.put(None)
+        self._thread.join()
+
+    def _has_room(self) -> bool:
+        return self._waiting_bytes <= _MAX_WAITING_BYTES and not self.error
 
     def _put(self, parts: list[bytes]) -> None:
-        with self._lock:
+        with self._written:
             self._waiting_bytes += sum(map(len, parts))
         self._queue.put(parts)
 
@@ -214,15 +239,21 @@ class SnapshotTask:
         try:
             with _partial(self._path).open("wb") as file:
                 while (parts := self._queue.get()) is not None:
+                    if self.error:
+                        break
                     for part in parts:
                         file.write(part)
-                    with self._lock:
+                    with self._written:
                         self._waiting_bytes -= sum(map(len, parts))
+                        self._written.notify_all()
+                if self.error:
+                    raise OSError(self.error)
                 _finish(file, self._path)
-        except (
-            Exception
-        ) as error:  # A snapshot whose thread has died must not pass for a whole one.
-            self.error = str(error) or type(error).__name__
+        # Any error: a snapshot whose thread has died must not pass for a whole one.
+        except Exception as error:
+            with self._written:
+                self.error = str(error) or type(error).__name__
+                self._written.notify_all()
             with contextlib.suppress(OSError):
                 _partial(self._path).unlink(missing_ok=True)
 
@@ -329,7 +360,7 @@ def _restore(shard: Shard, record: _KeyRecord, data: list[bytes]) -> None:
     for tensor, part in zip(record.tensors, data, strict=True):
         view = memoryview(part)
         if tensor.is_state:
-            shard.set_optimizer_state(state, tensor.name, tensor.dtype, tensor.shape, view)
+            shard.restore_optimizer_state(state, tensor.name, tensor.dtype, tensor.shape, view)
         elif tensor.name == _PARAMETER:
             state.set_value(view)
             state.loaded = True
@@ -337,6 +368,8 @@ def _restore(shard: Shard, record: _KeyRecord, data: list[bytes]) -> None:
             byte_array(state.gradient)[:] = bytearray(part)
             state.has_previous = True
     for name, value in record.numbers.items():
-        shard.set_optimizer_state(state, name, "", (), memoryview(msgspec.msgpack.encode(value)))
+        shard.restore_optimizer_state(
+            state, name, "", (), memoryview(msgspec.msgpack.encode(value))
+        )
     state.applied[:], state.durable[:] = record.applied, record.applied
     state.updates, state.applied_norm = record.updates, record.norm

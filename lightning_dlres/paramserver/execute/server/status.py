@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
+import msgspec
+
 from lightning_dlres.paramserver.execute.server.job_workers import JobWorker
 from lightning_dlres.paramserver.execute.server.shard import Shard
 from lightning_dlres.paramserver.protocol import ServerStatus, WorkerStatus
 
 # Seconds after which a worker that sends nothing is called silent; it pings more often.
 _SILENT_SECONDS = 5.0
+# Largest age of the state that a server answers with, in seconds.
+_AGE_SECONDS = 0.1
+
+
+class StatusAnswer:
+    """Answer to those who ask for a server's state, as it was a moment ago at most.
+
+    Anyone may ask, so many requests must not take the server's time.
+
+    Args:
+        status: Function that returns the state.
+    """
+
+    def __init__(self, status: Callable[[], ServerStatus]) -> None:
+        self._status, self._encoded, self._next = status, b"", 0.0
+
+    def __call__(self) -> bytes:
+        """Return the state as msgpack."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._encoded, self._next = msgspec.msgpack.encode(self._status()), now + _AGE_SECONDS
+        return self._encoded
 
 
 def server_status(

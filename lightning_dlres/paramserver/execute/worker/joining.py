@@ -56,11 +56,13 @@ class Joining:
         Raises:
             PeerError: If a server refuses the job, or does not answer in time.
         """
-        setups = [(link, self._setup(link.index)) for link in self._links]
+        request = self._exchange.request()
         self._waits.answers(
             [
-                link.request(protocol.SETUP, setup, msgspec.msgpack.encode(setup))
-                for link, setup in setups
+                link.request(
+                    protocol.SETUP, request, msgspec.msgpack.encode(self._setup(link.index))
+                )
+                for link in self._links
             ]
         )
         new = [
@@ -173,17 +175,14 @@ class Joining:
         numbers = [0] * len(self._exchange.keys)
         log = self._exchange.log
         with self._exchange.lock:
-            for answer in answers:
-                for version in answer.decode(list[protocol.KeyVersion]):
+            for link, answer in zip(self._links, answers, strict=True):
+                for version in link.versions(answer):
                     numbers[version.key] = version.number
                     log.note_durable(version.key, version.durable)
             for index, number in enumerate(numbers):
-                latest = log.latest(index)
-                self._exchange.keys[index].number = max(number, latest)
-                for missing in range(number + 1, latest + 1):
-                    entry = log.get(index, missing)
-                    if entry is not None:
-                        self._links[self._exchange.keys[index].key.server].push(entry)
+                self._exchange.keys[index].number = max(number, log.latest(index))
+                for entry in log.after(index, number):
+                    self._links[self._exchange.keys[index].key.server].push(entry)
         return numbers
 
     def _pull(self, numbers: Sequence[int]) -> bool:

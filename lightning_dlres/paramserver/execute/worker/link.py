@@ -42,6 +42,8 @@ _MAX_QUERIES, _MAX_BACKOFF = 32, 8
 # Answers that ask for pushes that are not in the log, before the worker gives up. A late message
 # may ask for some that nobody needs any more.
 _MAX_UNANSWERABLE = 20
+# Longest text of a server in an error, in bytes, and the most workers that an error names.
+_MAX_TEXT, _MAX_NAMED = 2000, 8
 # Requests have larger sequence numbers than pushes, whose numbers ZeroMQ's client gives.
 _FIRST_SEQUENCE = 1 << 32
 
@@ -71,6 +73,7 @@ class ServerLink:
         index: Index of the server.
         exchange: State of the exchange, shared by all threads.
         retry_seconds: Time without an answer after which a message is sent again.
+        silence_seconds: Time without any message after which the connection is replaced.
         curve, server_key: See `core.wire.endpoint.Client`.
     """
 
@@ -81,6 +84,7 @@ class ServerLink:
         exchange: Exchange,
         *,
         retry_seconds: float,
+        silence_seconds: float,
         curve: CurveKeys | None = None,
         server_key: bytes | None = None,
     ) -> None:
@@ -92,8 +96,9 @@ class ServerLink:
         self.last_heard = -math.inf
         self._unheard = 0
         self._exchange, self._retry_seconds = exchange, retry_seconds
+        self._silence_seconds, self._connected = silence_seconds, time.monotonic()
         self._client = Client(
-            f"worker {exchange.worker}/{exchange.incarnation}",
+            protocol.worker_name(exchange.worker, exchange.incarnation),
             address,
             server=f"server {index}",
             curve=curve,
@@ -174,7 +179,7 @@ class ServerLink:
         with self._exchange.lock:
             self._send_pushes()
             self._send_requests(time.monotonic())
-            while self._posts:
+            while self._posts and self._may_send():
                 kind, details, payload = self._posts.popleft()
                 self._client.send(kind, payload, details=details)
             is_sending = bool(self._pushes)
@@ -184,6 +189,7 @@ class ServerLink:
             if message is not None:
                 self.last_heard, self._unheard = now, 0
                 self._handle(message, now)
+            self._reconnect_if_silent(now)
             if now >= self._next_query:
                 self._next_query = now + self._retry_seconds / 4
                 self._query(now)
@@ -194,6 +200,20 @@ class ServerLink:
                 )
                 self._send_ping()
 
+    def _reconnect_if_silent(self, now: float) -> None:
+        is_silent = now - max(self.last_heard, self._connected) > self._silence_seconds
+        if is_silent and (self.pings or self._requests):
+            self._connected = now
+            self._client.reconnect()
+
+    def _may_send(self) -> bool:
+        """Return True if a message can be sent at once.
+
+        ZeroMQ's queue is full when a server has been away for long. A send would then hold up the
+        training thread, and fail before the deadline of its wait.
+        """
+        return self._client.is_writable
+
     def _send_pushes(self) -> None:
         while self._in_flight and self._in_flight[0][0].done:
             self._in_flight_bytes -= self._in_flight.popleft()[1]
@@ -201,6 +221,7 @@ class ServerLink:
             self._pushes
             and self._in_flight_bytes < _IN_FLIGHT_BYTES
             and len(self._in_flight) < _IN_FLIGHT_PUSHES
+            and self._may_send()
         ):
             key, number = heapq.heappop(self._pushes)
             entry = self._queued.pop((key, number))
@@ -235,7 +256,7 @@ class ServerLink:
         if self._unheard >= _MAX_UNHEARD:
             most, wait = 1, max(wait, _UNHEARD_SECONDS)
         for sequence, pending in waiting[:most]:
-            if now - pending.sent >= wait:
+            if now - pending.sent >= wait and self._may_send():
                 pending.sent = now
                 self._unheard += 1
                 self._client.send(
@@ -251,7 +272,7 @@ class ServerLink:
             if not one.is_unconfirmed and (not one.is_awaited or one.is_queued or one.is_merged):
                 continue
             wait = self._retry_seconds * min(1 << min(one.queries, 8), _MAX_BACKOFF)
-            if now - one.touched < wait:
+            if now - one.touched < wait or not self._may_send():
                 continue
             one.touched, one.queries = now, one.queries + 1
             self._send_details(
@@ -265,7 +286,7 @@ class ServerLink:
                 return
 
     def _send_ping(self) -> None:
-        if self.pings:
+        if self.pings and self._may_send():
             self._send_details(protocol.PING, self._exchange.request())
 
     def _send_details(self, kind: str, details: msgspec.Struct, payload: bytes = b"") -> None:
@@ -283,7 +304,7 @@ class ServerLink:
         if kind in (protocol.VALUE, protocol.MERGED, protocol.WAITING, protocol.BEHIND):
             self._handle_key(message, now)
         elif kind == protocol.DURABLE:
-            for version in message.decode(list[protocol.KeyVersion]):
+            for version in self.versions(message):
                 self._exchange.log.note_durable(version.key, version.durable)
             self._exchange.changed.notify_all()
         else:
@@ -304,21 +325,22 @@ class ServerLink:
                     "with --snapshot DIR."
                 )
             if message.kind == protocol.FAILED:
-                raise PeerError(f"{self.name} refused: {bytes(message.payload).decode()}")
+                raise self._refusal(message)
             return
         if message.kind == protocol.UNKNOWN_JOB and pending.kind == protocol.HELLO:
             # Worker 0 has not described the job yet: ask again later.
             return
         del self._requests[message.sequence]
         if message.kind == protocol.FAILED:
-            raise PeerError(f"{self.name} refused: {bytes(message.payload).decode()}")
+            raise self._refusal(message)
         if message.kind == protocol.UNKNOWN_JOB:
             raise PeerLostError(f"{self.name} does not know this job.")
         pending.answer = message
         if pending.kind == protocol.HELLO:
             self._note_boot(message.decode(protocol.ServerWelcome).boot)
         elif pending is self._version_request:
-            self._confirm(message.decode(list[protocol.KeyVersion]))
+            self._confirm(self.versions(message))
+        self._exchange.progress = time.monotonic()
         self._exchange.changed.notify_all()
 
     def _note_boot(self, boot: int) -> None:
@@ -334,8 +356,6 @@ class ServerLink:
 
     def _confirm(self, versions: list[protocol.KeyVersion]) -> None:
         for version in versions:
-            if version.key >= len(self._exchange.keys):
-                raise ProtocolError(f"{self.name} sent key {version.key}.")
             one = self._exchange.keys[version.key]
             self._exchange.log.note_durable(version.key, version.durable)
             if self._exchange.owed_after(version.key, version.number) < one.number:
@@ -345,9 +365,7 @@ class ServerLink:
 
     def _handle_key(self, message: Message, now: float) -> None:
         reply = message.decode_details(protocol.KeyReply)
-        if reply.key >= len(self._exchange.keys):
-            raise ProtocolError(f"{self.name} sent key {reply.key}.")
-        one = self._exchange.keys[reply.key]
+        one = self._own(reply.key)
         self._exchange.log.note_durable(reply.key, reply.durable)
         if message.kind == protocol.VALUE:
             self._take_value(one, reply, message)
@@ -355,9 +373,30 @@ class ServerLink:
             self._take_merged(one, reply)
         elif message.kind == protocol.WAITING:
             if reply.number == one.expected:
-                one.waiting_for = tuple(reply.workers)
+                one.waiting_for = tuple(reply.workers[:_MAX_NAMED])
         else:
             self._resend(one, reply.number)
+
+    def versions(self, message: Message) -> list[protocol.KeyVersion]:
+        """Return the versions of this server's keys in a message.
+
+        Raises:
+            ProtocolError: If it is malformed, or names a key of another server.
+        """
+        versions = message.decode(list[protocol.KeyVersion])
+        for version in versions:
+            self._own(version.key)
+        return versions
+
+    def _own(self, key: int) -> KeyExchange:
+        """Return the exchange of a key, which must be one of this server."""
+        if key >= len(self._exchange.keys) or self._exchange.keys[key].key.server != self.index:
+            raise ProtocolError(f"{self.name} sent key {key}, which is not one of its own.")
+        return self._exchange.keys[key]
+
+    def _refusal(self, message: Message) -> PeerError:
+        text = bytes(message.payload[:_MAX_TEXT]).decode(errors="replace")
+        return PeerError(f"{self.name} refused: {text}")
 
     def _take_value(self, one: KeyExchange, reply: protocol.KeyReply, message: Message) -> None:
         if reply.number >= one.number:
@@ -379,6 +418,8 @@ class ServerLink:
             # The commit was lost, or the server was started again.
             self.post_commit([(reply.key, reply.number)], entry.scale)
         elif reply.number == one.expected and one.is_awaited and not one.is_committed:
+            if reply.norm < 0:
+                raise ProtocolError(f"{self.name} sent the squared norm {reply.norm} of {one.key}.")
             # A late answer after the commit must not end the queries: the value may be lost.
             one.is_merged, one.norm = True, reply.norm
             self._exchange.answered(reply.key, has_value=False)
@@ -388,15 +429,12 @@ class ServerLink:
         number = self._exchange.owed_after(one.key.index, number)
         if number >= one.number:
             return
-        log = self._exchange.log
-        entries = [log.get(one.key.index, n) for n in range(number + 1, one.number + 1)]
-        if entries[0] is None:
+        if self._exchange.log.get(one.key.index, number + 1) is None:
             one.unanswerable += 1
             if one.unanswerable > _MAX_UNANSWERABLE:
                 raise PeerLostError(
                     f"{self.name} has lost push {number + 1} of {one.key}, which is not in this "
                     "worker's log any more. Resume from a checkpoint."
                 )
-        for entry in entries:
-            if entry is not None:
-                self.push(entry)
+        for entry in self._exchange.log.after(one.key.index, number):
+            self.push(entry)

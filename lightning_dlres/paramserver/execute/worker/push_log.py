@@ -196,6 +196,11 @@ class PushLog:
         """Return the entry of a push; None if it was freed or never made."""
         return self._by_key.get(key, {}).get(number)
 
+    def after(self, key: int, number: int) -> list[LogEntry]:
+        """Return the entries of a key's pushes after a number, by number."""
+        of_key = self._by_key.get(key, {})
+        return [of_key[own] for own in sorted(of_key) if own > number]
+
     def latest(self, key: int) -> int:
         """Return the largest number of a key's entries; 0 without one."""
         return max(self._by_key.get(key, {}), default=0)

@@ -88,6 +88,7 @@ class WorkerSession:
                         index,
                         self.exchange,
                         retry_seconds=job.retry_seconds,
+                        silence_seconds=job.timeout / 4,
                         curve=job.curve,
                         server_key=job.server_keys[index] if job.curve is not None else None,
                     )
@@ -332,5 +333,6 @@ def norm_scale(norms: Mapping[int, float], max_norm: float) -> float:
         norms: Squared norms of the merged gradients.
         max_norm: Largest norm of all of them together.
     """
-    total = math.sqrt(math.fsum(norms.values()))
+    # Unlike math.fsum, sum allows an infinite total.
+    total = math.sqrt(sum(norms[key] for key in sorted(norms)))
     return min(1.0, max_norm / (total + 1e-6))

@@ -1,0 +1,94 @@
+"""Small jobs of a parameter server, whose workers run in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.paramserver.execute.server.optimizers import optimizer_name, wire_options
+from lightning_dlres.paramserver.execute.worker.job import Job
+from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
+from lightning_dlres.paramserver.execute.worker.session import WorkerSession
+from lightning_dlres.paramserver.plan.keys import Key, ParameterInfo, make_keys
+from lightning_dlres.paramserver.protocol import OptimizerSetup
+
+TOKEN = b"a job for testing"[:16]
+
+
+@dataclass
+class Worker:
+    """Worker of a job with random gradients, which depend only on its index and the step.
+
+    Attributes:
+        job: Its job.
+        parameters: Its parameters.
+        options: Options of the optimizer, as msgpack.
+        session: Its session.
+        steps: Number of steps so far.
+    """
+
+    job: Job
+    parameters: dict[str, Tensor]
+    options: bytes
+    session: WorkerSession
+    steps: int = field(default=0)
+
+    def step(self) -> None:
+        """Push a gradient of each key, wait for the new values, and land them."""
+        generator = torch.Generator().manual_seed(1000 * self.steps + self.job.worker)
+        gradients = {
+            name: torch.randn(one.shape, generator=generator)
+            for name, one in self.parameters.items()
+        }
+        for key in reversed(self.job.keys):
+            self.session.push(key.index, gradients[key.name], self.options)
+        self.session.wait()
+        self.session.land()
+        self.steps += 1
+
+
+def job_of(
+    servers: Sequence[str], optimizer: torch.optim.Optimizer, keys: Sequence[Key], **options: Any
+) -> Job:
+    """Return the job of worker 0; `options` are further fields of `Job`."""
+    group = wire_options(optimizer.param_groups[0], optimizer.defaults)
+    setup = OptimizerSetup(name=optimizer_name(type(optimizer)), groups=[group])
+    arguments: dict[str, Any] = {"token": TOKEN, "worker": 0, "workers": 1, "timeout": 30.0}
+    arguments |= options
+    return Job(servers=servers, keys=keys, optimizers=[setup], **arguments)
+
+
+def keys_of(parameters: dict[str, Tensor], servers: int, key_bytes: int = 16 << 10) -> list[Key]:
+    """Return the keys of parameters that one optimizer updates element by element."""
+    infos = [
+        ParameterInfo(
+            name=name,
+            shape=tuple(one.shape),
+            dtype="float32",
+            itemsize=4,
+            optimizer=0,
+            group=0,
+            is_divisible=True,
+        )
+        for name, one in parameters.items()
+    ]
+    return list(make_keys(infos, servers, key_bytes))
+
+
+def new_worker(servers: Sequence[str], **options: Any) -> Worker:
+    """Return a worker of a small model with SGD that has not joined yet; see `job_of`."""
+    generator = torch.Generator().manual_seed(0)
+    parameters: dict[str, Tensor] = {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in {"matrix": (100, 50), "bias": (50,), "empty": (0, 3)}.items()
+    }
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.01, momentum=0.9)
+    keys = keys_of(parameters, len(servers))
+    job = job_of(servers, optimizer, keys, **options)
+    encoded = msgspec.msgpack.encode(job.optimizers[0].groups[0])
+    return Worker(job, parameters, encoded, WorkerSession(job, KeyedParameters(parameters)))
