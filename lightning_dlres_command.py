@@ -10,8 +10,8 @@ import sys
 import types
 
 _PACKAGE = "lightning_dlres"
-# First arguments that need neither torch nor Lightning. None: no argument, which shows the help.
-_LIGHTWEIGHT = ("store", "--help", "-h", "--version", None)
+# First arguments of commands without Lightning. None: no argument, which shows the help.
+_LIGHTWEIGHT = ("store", "ps", "--help", "-h", "--version", None)
 
 
 def main() -> int:

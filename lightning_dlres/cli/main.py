@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lightning_dlres.core.errors import ConfigError
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
-COMMANDS = ("demo", "plan", "store", *TRAINER_COMMANDS)
+COMMANDS = ("demo", "plan", "store", "ps", *TRAINER_COMMANDS)
 
 HELP = """\
 usage: dlres COMMAND [options]
@@ -20,6 +20,7 @@ commands:
   demo        train a small GPT on three CPU processes of different speeds; about two minutes
   plan        profile and plan without training:      dlres plan --config FILE [--cluster FILE]
   store       manage samples for the prefetch cache:  dlres store serve|put|ls|verify|keys
+  ps          run parameter servers:              dlres ps serve|status|keygen
   fit         train the model of a config file:       dlres fit --config FILE [overrides]
   validate    run its validation loop:                dlres validate --config FILE --ckpt_path CKPT
   test        run its test loop:                      dlres test --config FILE --ckpt_path CKPT
@@ -69,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from lightning_dlres.cli.store import store
 
             return store(options)
+        if command == "ps":
+            from lightning_dlres.cli.parameter_server import parameter_server
+
+            return parameter_server(options)
         from lightning_dlres.cli.fit import run_trainer
 
         return run_trainer(command, options)

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -84,6 +83,7 @@ def _serve(settings: argparse.Namespace) -> int:
             f"{given} must be given together with {missing}, got only {given}. Pass both."
         )
     # Imported here because only this command needs sockets.
+    from lightning_dlres.core.wire.server import public_address
     from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 
     indices = range(settings.nodes) if settings.node is None else [settings.node]
@@ -110,7 +110,7 @@ def _serve(settings: argparse.Namespace) -> int:
             for node in indices
         ]
         table = reader.table
-        addresses = ",".join(_public(node.address) for node in nodes)
+        addresses = ",".join(public_address(node.address) for node in nodes)
         served = "all" if len(nodes) > 1 else f"node {indices[0]}"
         print(
             f"Serving {len(table)} samples ({format_bytes(table.total_bytes)}) of "
@@ -208,11 +208,6 @@ def _keys(settings: argparse.Namespace) -> int:
     public, secret = create_keys(settings.directory, settings.name)
     print(f"Wrote {secret} (keep it on this host) and {public} (copy it to the other side).")
     return 0
-
-
-def _public(address: str) -> str:
-    """Return an address for other hosts: this host's name replaces a wildcard address."""
-    return address.replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
 
 
 @contextlib.contextmanager

@@ -55,9 +55,10 @@ class Worker:
 def job_of(
     servers: Sequence[str], optimizer: torch.optim.Optimizer, keys: Sequence[Key], **options: Any
 ) -> Job:
-    """Return the job of worker 0; `options` are further fields of `Job`."""
+    """Return the job of worker 0; `options` are further fields of `Job`, or `optimizer_name`."""
     group = wire_options(optimizer.param_groups[0], optimizer.defaults)
-    setup = OptimizerSetup(name=optimizer_name(type(optimizer)), groups=[group])
+    name = options.pop("optimizer_name", optimizer_name(type(optimizer)))
+    setup = OptimizerSetup(name=name, groups=[group])
     arguments: dict[str, Any] = {"token": TOKEN, "worker": 0, "workers": 1, "timeout": 30.0}
     arguments |= options
     return Job(servers=servers, keys=keys, optimizers=[setup], **arguments)

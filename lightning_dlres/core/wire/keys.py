@@ -43,7 +43,7 @@ class CurveKeys:
         if zmq.curve_public(self.secret) != self.public:
             raise ConfigError(
                 f"public key must be that of the secret key, got {self.public!r}. Write a pair "
-                "with `dlres store keys`."
+                "with `dlres store keys` or `dlres ps keygen`."
             )
 
     @classmethod
@@ -62,7 +62,7 @@ def check_key(name: str, key: bytes) -> None:
     if len(key) != _KEY_BYTES or not _LETTERS.issuperset(key):
         raise ConfigError(
             f"{name} must be {_KEY_BYTES} bytes of Z85 text, got {len(key)} bytes that are not. "
-            "Write a pair with `dlres store keys`."
+            "Write a pair with `dlres store keys` or `dlres ps keygen`."
         )
 
 
@@ -136,6 +136,7 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
         raise ConfigError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} must be a file of keys, got: {error}. Write a pair with `dlres store keys`."
+            f"{path} must be a file of keys, got: {error}. Write a pair with `dlres store "
+            "keys` or `dlres ps keygen`."
         ) from error
     return public, secret

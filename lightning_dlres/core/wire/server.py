@@ -7,6 +7,7 @@ not affect other clients. A server never waits for a client, and limits how much
 from __future__ import annotations
 
 import ipaddress
+import socket
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -95,8 +96,8 @@ class Server(Endpoint):
         if curve is None and path is None and not (insecure or is_loopback(bind)):
             raise ConfigError(
                 f"bind must be a loopback address where no keys are given, got {bind!r}. Give keys "
-                "(`dlres store keys` writes them), or insecure=True (--insecure) to accept every "
-                "process that can reach this address."
+                "(`dlres store keys` and `dlres ps keygen` write them), or insecure=True "
+                "(--insecure) to accept every process that can reach this address."
             )
         if curve is None and (allowed or allow_any):
             raise ConfigError(
@@ -295,6 +296,11 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+def public_address(address: str) -> str:
+    """Return an address for other hosts: this host's name replaces a wildcard address."""
+    return address.replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
 
 
 class _AllowedKeys:
