@@ -40,6 +40,11 @@ class Worker:
 
     def step(self) -> None:
         """Push a gradient of each key, wait for the new values, and land them."""
+        self.push()
+        self.land()
+
+    def push(self) -> None:
+        """Push a gradient of each key."""
         generator = torch.Generator().manual_seed(1000 * self.steps + self.job.worker)
         gradients = {
             name: torch.randn(one.shape, generator=generator)
@@ -47,6 +52,9 @@ class Worker:
         }
         for key in reversed(self.job.keys):
             self.session.push(key.index, gradients[key.name], self.options)
+
+    def land(self) -> None:
+        """Wait for the new values, and land them."""
         self.session.wait()
         self.session.land()
         self.steps += 1

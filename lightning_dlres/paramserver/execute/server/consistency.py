@@ -68,10 +68,13 @@ class Synchronous:
     Args:
         members: Workers of the job.
         update: See `Update`.
+        max_pending_bytes: Bytes of payloads that may wait for those of workers before them.
+            Others are discarded, and asked for again when it is their turn.
     """
 
-    def __init__(self, members: JobWorkers, update: Update) -> None:
+    def __init__(self, members: JobWorkers, update: Update, max_pending_bytes: int) -> None:
         self._members, self._update = members, update
+        self._max_pending_bytes, self._pending_bytes = max_pending_bytes, 0
         self._workers = len(members.by_index)
 
     def push(self, state: KeyState, push: PushedGradient) -> list[Answer]:
@@ -81,9 +84,17 @@ class Synchronous:
             return [self.pull(state, push.worker, push.number)]
         if push.worker == 0:
             state.options, state.clip_value = push.options, push.clip_value
+        nbytes = 0 if push.data is None else len(push.data)
+        if push.worker != state.merged and self._pending_bytes + nbytes > self._max_pending_bytes:
+            state.deferred.add(push.worker)
+            return []
         state.has_previous = False
         state.pending[push.worker] = push.data
+        self._pending_bytes += nbytes
         self._merge(state, push.codec)
+        if state.merged in state.deferred:
+            state.deferred.discard(state.merged)
+            return [Answer(state.merged, protocol.BEHIND, state.applied[state.merged])]
         if state.merged < self._workers:
             return []
         state.gradient.div_(self._workers)
@@ -133,6 +144,7 @@ class Synchronous:
         while state.merged in state.pending:
             data = state.pending.pop(state.merged)
             if data is not None:
+                self._pending_bytes -= len(data)
                 state.add(data, codec, is_first=not state.has_gradient)
                 state.has_gradient = True
             state.merged += 1

@@ -36,6 +36,7 @@ class KeyState:
         durable: The same for the copy of the key in the latest snapshot.
         updates: Number of updates.
         pending: Payloads that cannot be merged yet, by worker; None for a push without gradient.
+        deferred: Workers whose payloads were discarded, since too many wait.
         merged: Number of workers whose pushes are merged; workers merge in the order of their
             indices.
         has_gradient: True if one of the merged pushes had a gradient.
@@ -55,6 +56,7 @@ class KeyState:
     durable: list[int]
     updates: int = 0
     pending: dict[int, memoryview | None] = field(default_factory=dict)
+    deferred: set[int] = field(default_factory=set)
     merged: int = 0
     has_gradient: bool = False
     is_held: bool = False

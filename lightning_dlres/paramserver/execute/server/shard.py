@@ -31,6 +31,9 @@ from lightning_dlres.paramserver.gradient_codecs import codec_of, job_codec
 MAX_WORKERS, MAX_KEYS = 4096, 1_000_000
 # Largest number of keys times workers: each pair takes memory for two numbers.
 _MAX_VERSIONS = 1 << 24
+# Bytes of pushes that may wait for those of slower workers: a share of the parameters, at least 64
+# MiB.
+_PENDING_SHARE, _LEAST_PENDING_BYTES = 16, 64 << 20
 # Longest deadline of workers, in seconds: a server must become free when they are gone.
 _MAX_DEADLINE = 7 * 86400.0
 
@@ -79,7 +82,8 @@ class Shard:
         }
         self._consistency: Synchronous | Asynchronous
         if setup.consistency == BSP:
-            self._consistency = Synchronous(self.members, self._update)
+            pending = max(_LEAST_PENDING_BYTES, sum(k.nbytes for k in setup.keys) // _PENDING_SHARE)
+            self._consistency = Synchronous(self.members, self._update, pending)
         else:
             staleness = setup.staleness if setup.consistency == SSP else None
             self._consistency = Asynchronous(self.members, self._update, staleness)

@@ -251,11 +251,11 @@ class ServerLink:
         )
 
     def _send_requests(self, now: float) -> None:
-        waiting = [(n, one) for n, one in self._requests.items() if one.answer is None]
         most, wait = _MAX_REQUESTS, self._retry_seconds
         if self._unheard >= _MAX_UNHEARD:
             most, wait = 1, max(wait, _UNHEARD_SECONDS)
-        for sequence, pending in waiting[:most]:
+        # There may be thousands, and all that are here have no answer yet.
+        for sequence, pending in itertools.islice(self._requests.items(), most):
             if now - pending.sent >= wait and self._may_send():
                 pending.sent = now
                 self._unheard += 1

@@ -40,7 +40,15 @@ class ServerWaits:
         Raises:
             PeerError: See `until`.
         """
-        self.until(lambda: all(one.answer is not None for one in pending))
+        # Each wake-up looks only at the first ones that had no answer before.
+        unanswered = list(pending)[::-1]
+
+        def are_answered() -> bool:
+            while unanswered and unanswered[-1].answer is not None:
+                unanswered.pop()
+            return not unanswered
+
+        self.until(are_answered)
         return [one.answer for one in pending if one.answer is not None]
 
     def until(self, is_met: Callable[[], bool]) -> None:
