@@ -375,15 +375,25 @@ class Client(Endpoint):
         """True if a send would not wait, since the queue to the server is not full."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
-    def send_tracked(self, kind: str, payload: Buffer, *, details: bytes) -> zmq.MessageTracker:
+    def send_tracked(
+        self, kind: str, payload: Buffer, *, details: bytes, payload_crc32: int | None = None
+    ) -> zmq.MessageTracker:
         """Send without copying the payload; return a tracker of ZeroMQ's use of it.
+
+        `payload_crc32` is the CRC-32 of the payload, if it is known.
 
         Raises:
             PeerTimeoutError: If the server does not read and the queue is full.
         """
-        peer = self._peer_label
         tracker = self._send(
-            [], peer, kind, payload, sequence=None, details=details, options=TRACKED
+            [],
+            self._peer_label,
+            kind,
+            payload,
+            sequence=None,
+            details=details,
+            payload_crc32=payload_crc32,
+            options=TRACKED,
         )[1]
         assert tracker is not None
         return tracker

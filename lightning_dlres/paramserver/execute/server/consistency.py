@@ -156,7 +156,8 @@ class Synchronous:
             state.require_unshared()
             previous = state.parameter.detach().clone()
             self._update(state)
-            state.gradient.copy_(previous)
+            # The copy takes the place of the gradient, which costs no second copy.
+            state.gradient = previous
         else:
             state.gradient.copy_(state.parameter.detach())
         state.has_previous = True

@@ -30,8 +30,8 @@ from lightning_dlres.paramserver.execute.server.snapshots import SnapshotFiles, 
 from lightning_dlres.paramserver.execute.server.status import StatusAnswer, server_status
 from lightning_dlres.paramserver.execute.server.values import ValueQueue
 
-# Longest wait for a message in seconds: when idle, and while values wait to be sent.
-_IDLE_SECONDS, _SENDING_SECONDS = 0.25, 0.002
+# Longest wait for a message in seconds.
+_IDLE_SECONDS = 0.25
 # Messages that wait for the server, of each worker.
 _LIMITS = SocketLimits(
     frame_bytes=protocol.FRAME_BYTES, unread_bytes=256 << 20, connections=1024, queued=64
@@ -150,11 +150,12 @@ class ParameterServer:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            is_sending = self._values is not None and not self._values.is_empty
+            wait = _IDLE_SECONDS
+            if self._values is not None and not self._values.is_empty:
+                wait = self._values.wait.seconds
             # A snapshot goes on between two messages, without waiting for one.
             copied = self._advance_snapshot()
-            wait = 0.0 if copied else _SENDING_SECONDS if is_sending else _IDLE_SECONDS
-            message = self._server.receive(wait)
+            message = self._server.receive(0.0 if copied else wait)
             if message is not None:
                 self._handle(message)
                 # Free the payload. Otherwise it stays in memory until the next message comes.

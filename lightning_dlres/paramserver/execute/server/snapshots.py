@@ -64,7 +64,7 @@ class _KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     norm: float
     tensors: list[_Tensor]
     numbers: dict[str, Any]
-    crc32: int
+    crc32: int = 0
 
 
 class _End(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +78,33 @@ class _WorkerFile(msgspec.Struct, frozen=True, kw_only=True):
 
     job: bytes
     members: list[JobWorkerRecord]
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Record of a file: its header, and data that follow it."""
+
+    header: msgspec.Struct
+    data: Sequence[bytes] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data."""
+        return sum(map(len, self.data))
+
+    def write(self, file: BinaryIO) -> None:
+        """Write the record; the header of a key gets the CRC-32 of its data."""
+        header = self.header
+        if isinstance(header, _KeyRecord):
+            # Here, since the server's thread must not be held up.
+            crc32 = 0
+            for part in self.data:
+                crc32 = zlib.crc32(part, crc32)
+            header = msgspec.structs.replace(header, crc32=crc32)
+        encoded = msgspec.msgpack.encode(header)
+        frame = _FRAME.pack(len(encoded), zlib.crc32(encoded))
+        for part in (frame, encoded, *self.data):
+            file.write(part)
 
 
 @dataclass(frozen=True)
@@ -184,11 +211,11 @@ class SnapshotTask:
         self._to_copy = list(shard.states.values())[::-1]
         # Versions of the copied keys, by index.
         self._applied: dict[int, list[int]] = {}
-        self._queue: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
         self._written = threading.Condition()
         self._waiting_bytes = 0
         self._thread = threading.Thread(target=self._run, name="dlres-ps-snapshot", daemon=True)
-        self._put([_MAGIC, *_record(shard.setup)])
+        self._put(_Record(shard.setup))
         self._thread.start()
 
     def advance(self) -> bool:
@@ -199,7 +226,7 @@ class SnapshotTask:
         self._applied[state.key.index] = list(state.applied)
         self._put(_key_record(self._shard, state))
         if not self._to_copy:
-            self._put(_record(_End(keys=len(self._applied))))
+            self._put(_Record(_End(keys=len(self._applied))))
             self._queue.put(None)
         return True
 
@@ -230,21 +257,21 @@ class SnapshotTask:
     def _has_room(self) -> bool:
         return self._waiting_bytes <= _MAX_WAITING_BYTES and not self.error
 
-    def _put(self, parts: list[bytes]) -> None:
+    def _put(self, record: _Record) -> None:
         with self._written:
-            self._waiting_bytes += sum(map(len, parts))
-        self._queue.put(parts)
+            self._waiting_bytes += record.nbytes
+        self._queue.put(record)
 
     def _run(self) -> None:
         try:
             with _partial(self._path).open("wb") as file:
-                while (parts := self._queue.get()) is not None:
+                file.write(_MAGIC)
+                while (record := self._queue.get()) is not None:
                     if self.error:
                         break
-                    for part in parts:
-                        file.write(part)
+                    record.write(file)
                     with self._written:
-                        self._waiting_bytes -= sum(map(len, parts))
+                        self._waiting_bytes -= record.nbytes
                         self._written.notify_all()
                 if self.error:
                     raise OSError(self.error)
@@ -274,12 +301,7 @@ def _finish(file: BinaryIO, path: Path) -> None:
         os.close(descriptor)
 
 
-def _record(header: msgspec.Struct) -> list[bytes]:
-    encoded = msgspec.msgpack.encode(header)
-    return [_FRAME.pack(len(encoded), zlib.crc32(encoded)), encoded]
-
-
-def _key_record(shard: Shard, state: KeyState) -> list[bytes]:
+def _key_record(shard: Shard, state: KeyState) -> _Record:
     """Return the record of a key, with copies of its tensors."""
     tensors = [(_PARAMETER, False, state.parameter.detach())]
     if state.has_previous:
@@ -291,10 +313,7 @@ def _key_record(shard: Shard, state: KeyState) -> list[bytes]:
         else:
             numbers[name] = value
     data = [byte_array(tensor).tobytes() for _, _, tensor in tensors]
-    crc32 = 0
-    for part in data:
-        crc32 = zlib.crc32(part, crc32)
-    record = _KeyRecord(
+    header = _KeyRecord(
         key=state.key.index,
         applied=list(state.applied),
         updates=state.updates,
@@ -304,9 +323,8 @@ def _key_record(shard: Shard, state: KeyState) -> list[bytes]:
             for (name, is_state, t), part in zip(tensors, data, strict=True)
         ],
         numbers=numbers,
-        crc32=crc32,
     )
-    return [*_record(record), *data]
+    return _Record(header, data)
 
 
 def _read(file: BinaryIO, members: _WorkerFile | None, now: float) -> Shard:

@@ -16,6 +16,7 @@ import zmq
 from lightning_dlres.core.errors import PeerError
 from lightning_dlres.core.wire.server import Server
 from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.sending_waits import SendingWait
 from lightning_dlres.paramserver.execute.server.key_state import KeyState
 from lightning_dlres.paramserver.execute.server.shard import Shard
 
@@ -39,10 +40,14 @@ class ValueQueue:
     Args:
         server: The server's socket.
         shard: Keys of the server.
+
+    Attributes:
+        wait: Time until the next `advance`, if values wait to be sent.
     """
 
     def __init__(self, server: Server, shard: Shard) -> None:
         self._server, self._shard = server, shard
+        self.wait = SendingWait()
         self._queues = [_Queue() for _ in shard.members.by_index]
 
     @property
@@ -63,15 +68,19 @@ class ValueQueue:
 
     def advance(self) -> None:
         """Send values, as many as may be in flight."""
+        has_moved = False
         for worker, queue in enumerate(self._queues):
             while queue.in_flight and queue.in_flight[0][0].done:
                 queue.nbytes -= queue.in_flight.popleft()[1]
+                has_moved = True
             while queue.keys and queue.nbytes < _IN_FLIGHT_BYTES:
+                has_moved = True
                 key = heapq.heappop(queue.keys)
                 number = queue.numbers.pop(key)
                 if not self._send(worker, queue, self._shard.states[key], number):
                     self.forget(worker)
                     break
+        self.wait.note(has_moved=has_moved)
 
     def _send(self, worker: int, queue: _Queue, state: KeyState, number: int) -> bool:
         """Send the value of a key; return False if the worker is not connected."""

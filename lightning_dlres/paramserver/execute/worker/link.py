@@ -24,6 +24,7 @@ from lightning_dlres.core.wire.endpoint import Client
 from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.core.wire.message import Buffer, Message
 from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.sending_waits import SendingWait
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
 from lightning_dlres.paramserver.execute.worker.push_log import LogEntry
 
@@ -35,8 +36,8 @@ _IN_FLIGHT_BYTES, _IN_FLIGHT_PUSHES = 4 << 20, 256
 _MAX_UNHEARD, _UNHEARD_SECONDS = 128, 4.0
 # Requests without an answer at a time.
 _MAX_REQUESTS = 8
-# Longest wait for a message in seconds: when idle, and while pushes wait to be sent.
-_IDLE_SECONDS, _SENDING_SECONDS = 0.05, 0.002
+# Longest wait for a message in seconds, unless messages are sent again earlier.
+_IDLE_SECONDS = 0.25
 # Queries in one look, and the largest factor by which the time between two queries grows.
 _MAX_QUERIES, _MAX_BACKOFF = 32, 8
 # Answers that ask for pushes that are not in the log, before the worker gives up. A late message
@@ -111,6 +112,7 @@ class ServerLink:
         self._pushes: list[tuple[int, int]] = []
         self._in_flight: deque[tuple[zmq.MessageTracker, int]] = deque()
         self._in_flight_bytes = 0
+        self._wait = SendingWait()
         self._queued: dict[tuple[int, int], LogEntry] = {}
         self._requests: dict[int, PendingRequest] = {}
         self._posts: deque[tuple[str, bytes, bytes]] = deque()
@@ -183,7 +185,8 @@ class ServerLink:
                 kind, details, payload = self._posts.popleft()
                 self._client.send(kind, payload, details=details)
             is_sending = bool(self._pushes)
-        message = self._client.receive(_SENDING_SECONDS if is_sending else _IDLE_SECONDS)
+        idle = min(_IDLE_SECONDS, self._retry_seconds / 4)
+        message = self._client.receive(self._wait.seconds if is_sending else idle)
         with self._exchange.lock:
             now = time.monotonic()
             if message is not None:
@@ -215,14 +218,17 @@ class ServerLink:
         return self._client.is_writable
 
     def _send_pushes(self) -> None:
+        has_moved = False
         while self._in_flight and self._in_flight[0][0].done:
             self._in_flight_bytes -= self._in_flight.popleft()[1]
+            has_moved = True
         while (
             self._pushes
             and self._in_flight_bytes < _IN_FLIGHT_BYTES
             and len(self._in_flight) < _IN_FLIGHT_PUSHES
             and self._may_send()
         ):
+            has_moved = True
             key, number = heapq.heappop(self._pushes)
             entry = self._queued.pop((key, number))
             exchange = self._exchange.keys[key]
@@ -232,7 +238,10 @@ class ServerLink:
             if entry.is_durable:
                 continue
             tracker = self._client.send_tracked(
-                protocol.PUSH, entry.payload, details=self._current(entry.details)
+                protocol.PUSH,
+                entry.payload,
+                details=self._current(entry.details),
+                payload_crc32=entry.payload_crc32(),
             )
             entry.trackers = [one for one in entry.trackers if not one.done]
             entry.trackers.append(tracker)
@@ -240,6 +249,7 @@ class ServerLink:
             self._in_flight.append((tracker, nbytes))
             self._in_flight_bytes += nbytes
             self._exchange.pushed_bytes += nbytes
+        self._wait.note(has_moved=has_moved)
 
     def _current(self, details: bytes) -> bytes:
         """Return the details of a push as one of this process, also if a predecessor made it."""

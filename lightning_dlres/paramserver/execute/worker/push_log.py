@@ -71,6 +71,13 @@ class LogEntry:
     trackers: list[zmq.MessageTracker] = field(default_factory=list)
     is_durable: bool = False
     replaced: LogEntry | None = None
+    _crc32: int | None = None
+
+    def payload_crc32(self) -> int:
+        """Return the CRC-32 of the payload, which must be complete."""
+        if self._crc32 is None:
+            self._crc32 = zlib.crc32(self.payload)
+        return self._crc32
 
     @property
     def array(self) -> NDArray[np.uint8]:
@@ -181,7 +188,7 @@ class PushLog:
             entry.scale,
             len(entry.details),
             len(entry.payload),
-            zlib.crc32(entry.payload, zlib.crc32(entry.details)),
+            zlib.crc32(entry.details, entry.payload_crc32()),
         )
         encoded = msgspec.msgpack.encode(header)
         framed = len(encoded).to_bytes(2, "little") + encoded
@@ -293,7 +300,7 @@ class PushLog:
             return None
         details = bytes(self._view[start : start + header.details])
         payload = self._view[first:end]
-        if zlib.crc32(payload, zlib.crc32(details)) != header.crc32:
+        if zlib.crc32(details, zlib.crc32(payload)) != header.crc32:
             return None
         return LogEntry(
             key=header.key,

@@ -1,0 +1,1 @@
+"""Workers and servers of benchmarks/parameter_server.py, and the turns that they take."""

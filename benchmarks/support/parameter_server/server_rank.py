@@ -1,0 +1,60 @@
+"""Process of benchmarks/parameter_server.py with the servers of one host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from benchmarks.support.parameter_server.processor_time import thread_seconds
+from benchmarks.support.rpc import Message, RankRpc
+from lightning_dlres.paramserver.execute.server import key_state
+from lightning_dlres.paramserver.execute.server.service import ParameterServer
+
+
+def main(rpc: RankRpc) -> None:
+    """Follow orders until the benchmark ends: "open" a server, or tell the "used" seconds."""
+    torch.set_num_threads(1)
+    servers: list[ParameterServer] = []
+    counter = count_copies()
+    for order in rpc.orders():
+        if order["do"] == "open":
+            snapshot = order.get("snapshot")
+            server = ParameterServer(
+                bind=order["bind"],
+                insecure=True,
+                snapshot=None if snapshot is None else Path(snapshot),
+                snapshot_every=3600.0,
+            )
+            servers.append(server)
+            rpc.reply({"address": server.address})
+        else:
+            rpc.reply(used(counter))
+
+
+def used(counter: Counter[str]) -> Message:
+    """Return processor seconds of the process ("cpu") and its threads so far, and copied bytes."""
+    return {
+        "cpu": time.process_time(),
+        "threads": thread_seconds(threading.enumerate()),
+        "copied": dict(counter),
+    }
+
+
+def count_copies() -> Counter[str]:
+    """Count the bytes that are read by the merge ("merged"), and copied before it ("staged")."""
+    counter: Counter[str] = Counter(merged=0, staged=0)
+    as_tensor = key_state.as_tensor
+
+    def counted(data: memoryview) -> torch.Tensor:
+        values = as_tensor(data)
+        counter["merged"] += len(data)
+        address = torch.frombuffer(data, dtype=torch.uint8).data_ptr() if len(data) else 0
+        counter["staged"] += len(data) * (address != values.data_ptr())
+        return values
+
+    key_state.as_tensor = counted
+    return counter
