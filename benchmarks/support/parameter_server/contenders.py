@@ -1,4 +1,4 @@
-"""Contenders of benchmarks/parameter_server.py: ways to make one update from all workers' gradients.
+"""Contenders of benchmarks/parameter_server.py: ways to update from all workers' gradients.
 
 Both end a step with the same parameters on all workers: DistributedDataParallel's all-reduce and an
 update on each worker, or pushes, updates on servers and pulls.
@@ -10,17 +10,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dlres.paramserver.execute.server.optimizers import optimizer_name, wire_options
-from lightning_dlres.paramserver.execute.worker.job import Job
-from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
-from lightning_dlres.paramserver.execute.worker.session import WorkerSession
-from lightning_dlres.paramserver.plan.keys import ParameterInfo, make_keys
-from lightning_dlres.paramserver.protocol import OptimizerSetup
+from benchmarks.support.parameter_server.jobs import open_session, packed_options
 
 # Width and number of the layers: 25.2 MB of gradients in float32.
 WIDTH, LAYERS = 512, 24
@@ -106,14 +100,16 @@ class ParameterServers:
     ) -> None:
         self.parameters = make_parameters()
         self._gradients = make_gradients(self.parameters, rank)
-        self.session, self._options = open_session(
+        optimizer = torch.optim.SGD(self.parameters.values(), **_OPTIONS)  # type: ignore[arg-type]
+        self._options = packed_options(optimizer)
+        self.session = open_session(
             self.parameters,
-            rank=rank,
+            optimizer,
+            token=bytes.fromhex(token),
+            worker=rank,
             workers=workers,
             servers=servers,
-            token=token,
             key_bytes=key_bytes,
-            optimizer=torch.optim.SGD(self.parameters.values(), **_OPTIONS),  # type: ignore[arg-type]
         )
 
     def step(self) -> None:
@@ -122,45 +118,6 @@ class ParameterServers:
             self.session.push(one.key.index, self._gradients[one.key.name], self._options)
         self.session.wait()
         self.session.land()
-
-
-def open_session(
-    parameters: dict[str, Tensor],
-    *,
-    rank: int,
-    workers: int,
-    servers: Sequence[str],
-    token: str,
-    key_bytes: int,
-    optimizer: torch.optim.Optimizer,
-) -> tuple[WorkerSession, bytes]:
-    """Join a job; return the session, and the optimizer's options as msgpack."""
-    options = wire_options(optimizer.param_groups[0], optimizer.defaults)
-    infos = [
-        ParameterInfo(
-            name=name,
-            shape=tuple(parameter.shape),
-            dtype="float32",
-            itemsize=4,
-            optimizer=0,
-            group=0,
-            is_divisible=True,
-        )
-        for name, parameter in parameters.items()
-    ]
-    job = Job(
-        token=bytes.fromhex(token),
-        worker=rank,
-        workers=workers,
-        servers=servers,
-        keys=make_keys(infos, len(servers), key_bytes),
-        optimizers=[OptimizerSetup(name=optimizer_name(type(optimizer)), groups=[options])],
-    )
-    session = WorkerSession(job, KeyedParameters(parameters))
-    if rank == 0:
-        session.start()
-    session.join()
-    return session, msgspec.msgpack.encode(options)
 
 
 def timed_steps(contender: Any, count: int) -> float:

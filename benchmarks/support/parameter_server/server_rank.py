@@ -16,7 +16,11 @@ from lightning_dlres.paramserver.execute.server.service import ParameterServer
 
 
 def main(rpc: RankRpc) -> None:
-    """Follow orders until the benchmark ends: "open" a server, or tell the "used" seconds."""
+    """Follow orders until the benchmark ends.
+
+    "open" a server at the address "bind", with the directory "snapshot" or None; or tell what was
+    "used" so far, see `used`.
+    """
     torch.set_num_threads(1)
     servers: list[ParameterServer] = []
     counter = count_copies()

@@ -52,9 +52,9 @@ class Turns:
         self._servers.close()
         self._bed.__exit__(*error)
 
-    def open_server(self, host: int) -> str:
-        """Open a server on a host; return its address."""
-        order = {"do": "open", "bind": self._bed.hosts[host].address}
+    def open_server(self, host: int, snapshot: str | None = None) -> str:
+        """Open a server on a host, with a directory for snapshots; return its address."""
+        order = {"do": "open", "bind": self._bed.hosts[host].address, "snapshot": snapshot}
         return str(self._servers.ask(order, only=host)[0]["address"])
 
     def warm_up(self) -> None:
@@ -108,6 +108,10 @@ class Turns:
     def sent(self, name: str) -> float:
         """Return the most bytes that a host sent in a step."""
         return statistics.median(max(r["sent"] for r in replies) for replies in self.replies[name])
+
+    def pulls(self, host: int, order: dict[str, Any]) -> dict[str, Any]:
+        """Let the worker of a host pull keys; see `PullTimer`."""
+        return dict(self._workers.ask(order, only=host)[0])
 
     def staged_bytes(self) -> tuple[int, int]:
         """Return the bytes that all servers have merged, and copied before the merge."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from benchmarks.support.parameter_server.contenders import (
     timed_steps,
 )
 from benchmarks.support.parameter_server.processor_time import thread_seconds
+from benchmarks.support.parameter_server.pull_timer import PullTimer
 from benchmarks.support.rpc import Message, RankRpc
 
 
@@ -23,8 +25,17 @@ def main(rpc: RankRpc) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rpc.rank, world_size=rpc.world_size)
     contenders: dict[str, AllReduce | ParameterServers] = {}
+    timers: dict[str, PullTimer] = {}
     for order in rpc.orders():
-        rpc.reply(follow(order, contenders, rpc.rank, rpc.world_size))
+        if "pulls" in order:
+            name = order["server"]
+            if name not in timers:
+                timers[name] = PullTimer(name, order["token"], Path(order["snapshot"]))
+            rpc.reply(
+                {"seconds": timers[name].pull(order["pulls"], in_snapshot=order["in_snapshot"])}
+            )
+        else:
+            rpc.reply(follow(order, contenders, rpc.rank, rpc.world_size))
 
 
 def follow(

@@ -1,14 +1,14 @@
 """Wait between two looks at messages that ZeroMQ still sends.
 
-ZeroMQ tells nobody when a message is gone. Short waits take processor time, and long ones leave the
-link without messages. A wait therefore grows while nothing moves.
+ZeroMQ gives no signal when a message is gone. Short waits take processor time, and long ones leave
+the link without messages. A wait therefore grows while nothing moves.
 """
 
 from __future__ import annotations
 
-# First and longest wait, in seconds. The bytes in flight (4 MiB) last for the longest one at
-# 3 Gbit/s; a faster link sends a message within the first ones.
-_LEAST_SECONDS, _MOST_SECONDS = 0.001, 0.01
+# First and longest wait, in seconds. The bytes in flight (2 MiB) last for the longest one at
+# 4 Gbit/s; a faster link sends a message within the first ones.
+_LEAST_SECONDS, _MOST_SECONDS = 0.001, 0.004
 
 
 class SendingWait:

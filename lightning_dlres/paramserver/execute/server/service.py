@@ -217,8 +217,11 @@ class ParameterServer:
         if shard.failure and message.kind != protocol.LEAVE:
             raise ProtocolError(shard.failure)
         self._server.trust(message.connection)
+        is_first = not shard.members.by_index[request.worker].incarnation
         if shard.members.admit(request, message.peer, time.monotonic()):
-            shard.rejoin(request.worker)
+            if not is_first:
+                # The others wait for the first process of a worker, however late it begins.
+                shard.rejoin(request.worker)
             assert self._values is not None
             self._values.forget(request.worker)
             self._save_members()

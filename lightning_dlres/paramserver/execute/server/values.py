@@ -21,7 +21,7 @@ from lightning_dlres.paramserver.execute.server.key_state import KeyState
 from lightning_dlres.paramserver.execute.server.shard import Shard
 
 # Bytes that ZeroMQ holds for one worker at a time.
-_IN_FLIGHT_BYTES = 4 << 20
+_IN_FLIGHT_BYTES = 2 << 20
 
 
 @dataclass

@@ -28,9 +28,10 @@ from lightning_dlres.paramserver.execute.sending_waits import SendingWait
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
 from lightning_dlres.paramserver.execute.worker.push_log import LogEntry
 
-# Bytes and number of pushes that ZeroMQ holds at a time. Its queue has room for 1000 messages; one
-# more would block while a server is away.
-_IN_FLIGHT_BYTES, _IN_FLIGHT_PUSHES = 4 << 20, 256
+# Bytes and number of pushes that ZeroMQ holds at a time. With more bytes, workers that push at unlike
+# times would send their keys in unlike orders, and every key waits for the last worker. ZeroMQ's
+# queue has room for 1000 messages; one more would block while a server is away.
+_IN_FLIGHT_BYTES, _IN_FLIGHT_PUSHES = 2 << 20, 256
 # Messages without any from the server, after which only one is sent in so many seconds: a server
 # that is away leaves them in the queue.
 _MAX_UNHEARD, _UNHEARD_SECONDS = 128, 4.0
