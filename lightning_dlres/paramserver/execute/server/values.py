@@ -24,14 +24,31 @@ from lightning_dlres.paramserver.execute.server.shard import Shard
 _IN_FLIGHT_BYTES = 2 << 20
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """Value that was handed to ZeroMQ."""
+
+    tracker: zmq.MessageTracker
+    key: int
+    number: int
+    nbytes: int
+
+
 @dataclass
 class _Queue:
-    """Values for one worker: the wanted numbers by key, and trackers with bytes of those sent."""
+    """Values for one worker: the wanted numbers by key, and those that ZeroMQ may still hold."""
 
     keys: list[int] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)
-    in_flight: deque[tuple[zmq.MessageTracker, int]] = field(default_factory=deque)
+    in_flight: deque[_Sent] = field(default_factory=deque)
     nbytes: int = 0
+
+    def is_sending(self, key: int, number: int) -> bool:
+        """Return True if ZeroMQ still sends a value that is as new as a number."""
+        return any(
+            sent.key == key and sent.number >= number and not sent.tracker.done
+            for sent in self.in_flight
+        )
 
 
 class ValueQueue:
@@ -56,8 +73,13 @@ class ValueQueue:
         return not any(queue.keys for queue in self._queues)
 
     def add(self, worker: int, key: int, number: int) -> None:
-        """Add a value; it is sent once, however often it is added before."""
+        """Add a value; it is sent once, however often it is added before it has left.
+
+        A worker behind a slow link asks again for a value that is on its way.
+        """
         queue = self._queues[worker]
+        if queue.is_sending(key, number):
+            return
         if key not in queue.numbers:
             heapq.heappush(queue.keys, key)
         queue.numbers[key] = number
@@ -70,8 +92,8 @@ class ValueQueue:
         """Send values, as many as may be in flight."""
         has_moved = False
         for worker, queue in enumerate(self._queues):
-            while queue.in_flight and queue.in_flight[0][0].done:
-                queue.nbytes -= queue.in_flight.popleft()[1]
+            while queue.in_flight and queue.in_flight[0].tracker.done:
+                queue.nbytes -= queue.in_flight.popleft().nbytes
                 has_moved = True
             while queue.keys and queue.nbytes < _IN_FLIGHT_BYTES:
                 has_moved = True
@@ -108,7 +130,7 @@ class ValueQueue:
             return False
         if not is_previous:
             state.note_sent(tracker)
-        queue.in_flight.append((tracker, state.key.nbytes))
+        queue.in_flight.append(_Sent(tracker, state.key.index, reply.number, state.key.nbytes))
         queue.nbytes += state.key.nbytes
         member.pulled_bytes += state.key.nbytes
         return True

@@ -97,6 +97,8 @@ class ServerLink:
         # Clock at the last message of the server; -inf before the first.
         self.last_heard = -math.inf
         self._unheard = 0
+        # Clock at the last value or merge that was awaited; -inf before the first.
+        self._last_progress = -math.inf
         self._exchange, self._retry_seconds = exchange, retry_seconds
         self._silence_seconds, self._connected = silence_seconds, time.monotonic()
         self._client = Client(
@@ -275,7 +277,11 @@ class ServerLink:
                 )
 
     def _query(self, now: float) -> None:
-        """Ask for values that have been awaited for long."""
+        """Ask for values that have been awaited for long.
+
+        While other values arrive, the awaited ones are probably in the queue behind them. Asking
+        would send them twice, over a link that is slow already.
+        """
         asked = 0
         if self._unheard >= _MAX_UNHEARD:
             return
@@ -283,7 +289,8 @@ class ServerLink:
             if not one.is_unconfirmed and (not one.is_awaited or one.is_queued or one.is_merged):
                 continue
             wait = self._retry_seconds * min(1 << min(one.queries, 8), _MAX_BACKOFF)
-            if now - one.touched < wait or not self._may_send():
+            is_early = now - max(one.touched, self._last_progress) < wait
+            if is_early or not self._may_send():
                 continue
             one.touched, one.queries = now, one.queries + 1
             self._send_details(
@@ -421,6 +428,7 @@ class ServerLink:
         # Another worker may have committed before this one heard of the merge.
         one.norm = reply.norm
         self._exchange.pulled_bytes += len(payload)
+        self._last_progress = time.monotonic()
         self._exchange.answered(reply.key, has_value=True)
 
     def _take_merged(self, one: KeyExchange, reply: protocol.KeyReply) -> None:
@@ -433,6 +441,7 @@ class ServerLink:
                 raise ProtocolError(f"{self.name} sent the squared norm {reply.norm} of {one.key}.")
             # A late answer after the commit must not end the queries: the value may be lost.
             one.is_merged, one.norm = True, reply.norm
+            self._last_progress = time.monotonic()
             self._exchange.answered(reply.key, has_value=False)
 
     def _resend(self, one: KeyExchange, number: int) -> None:
