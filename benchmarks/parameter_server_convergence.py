@@ -89,7 +89,7 @@ def compare(tasks: Mapping[str, Task], seeds: Sequence[int]) -> Figures:
 def train_with_servers(
     task: Task, optimizer_name: str, options: Mapping[str, Any], seed: int
 ) -> float:
-    """Train with servers; return the workers' mean loss on the validation data."""
+    """Train with servers; return the loss of the final parameters on the validation data."""
     models = []
     for _ in range(RANKS):
         torch.manual_seed(seed)
@@ -114,12 +114,12 @@ def train_with_servers(
                 # The schedule counts the steps of the optimizer, which servers make here.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
                 schedule.step()
+            job.land_final(session, packed_options(optimizer))
             session.leave()
 
         job.run(work)
     with torch.no_grad():
-        validation = task.validation()
-        return statistics.mean(recorded(task.loss(model, validation)) for model in models)
+        return recorded(task.loss(models[0], task.validation()))
 
 
 def _optimizer(

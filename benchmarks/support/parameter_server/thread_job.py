@@ -37,6 +37,7 @@ class ThreadJob:
         self.workers = workers
         self._servers, self._options, self._seconds = servers, options, seconds
         self._token = secrets.token_bytes(16)
+        self._all_pushed = threading.Barrier(workers)
 
     def join(
         self, worker: int, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
@@ -53,6 +54,18 @@ class ThreadJob:
             timeout=_TIMEOUT,
             **{"retry_seconds": 0.2, **self._options},
         )
+
+    def land_final(self, session: WorkerSession, options: bytes) -> None:
+        """Wait until all workers have pushed for the last time, and land the final parameters.
+
+        Under "asp" a worker that ends early would otherwise miss many updates of the others.
+        """
+        self._all_pushed.wait(self._seconds)
+        for one in session.exchange.keys:
+            # A push without a gradient changes nothing, and is answered by the newest value.
+            session.push(one.key.index, None, options)
+        session.wait()
+        session.land()
 
     def run(self, work: Callable[[int], None]) -> None:
         """Run `work` for each worker in a thread of its own; raise the first error of one.

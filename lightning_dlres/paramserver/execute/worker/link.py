@@ -111,8 +111,11 @@ class ServerLink:
             copies=False,
         )
         self._keys = [one for one in exchange.keys if one.key.server == index]
-        # Pushes to be sent: earliest needed first, and by number.
-        self._pushes: list[tuple[int, int]] = []
+        # Pushes to be sent, in the order in which backward has made them, by key and number. All
+        # workers have the same order, so keys are merged one after the other, and values go out
+        # while pushes come in. Earliest needed first would depend on what each worker has made when
+        # it can send.
+        self._pushes: list[tuple[int, int, int]] = []
         self._in_flight: deque[tuple[zmq.MessageTracker, int]] = deque()
         self._in_flight_bytes = 0
         self._wait = SendingWait()
@@ -132,7 +135,7 @@ class ServerLink:
     def push(self, entry: LogEntry) -> None:
         """Send a push; the caller holds the exchange's lock."""
         if (entry.key, entry.number) not in self._queued:
-            heapq.heappush(self._pushes, (entry.key, entry.number))
+            heapq.heappush(self._pushes, (entry.order, entry.key, entry.number))
         # The entry may replace that of a predecessor, which the log has freed.
         self._queued[entry.key, entry.number] = entry
         self._client.interrupt()
@@ -232,7 +235,7 @@ class ServerLink:
             and self._may_send()
         ):
             has_moved = True
-            key, number = heapq.heappop(self._pushes)
+            _, key, number = heapq.heappop(self._pushes)
             entry = self._queued.pop((key, number))
             exchange = self._exchange.keys[key]
             if exchange.expected == number:
