@@ -103,7 +103,7 @@ def run(
 # With clipping, each update also waits for a commit.
 @pytest.mark.parametrize("max_norm", [0.5, pytest.param(0.0, marks=pytest.mark.exhaustive)])
 def test_training_survives_faults(forks: ForkServer, tmp_path: Path, max_norm: float) -> None:
-    run(forks, tmp_path, 40, ["server 0", "worker 1", "both 1 2", "snapshot 0"], max_norm, 1)
+    run(forks, tmp_path, 25, ["server 0", "worker 1", "both 1 2", "snapshot 0"], max_norm, 1)
 
 
 FAULTS = [
