@@ -26,7 +26,8 @@ from lightning_dlres.core.wire.server import Server, SocketLimits
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.consistency import Answer
 from lightning_dlres.paramserver.execute.server.shard import Shard
-from lightning_dlres.paramserver.execute.server.snapshots import SnapshotFiles, SnapshotTask
+from lightning_dlres.paramserver.execute.server.snapshot_schedule import SnapshotSchedule
+from lightning_dlres.paramserver.execute.server.snapshots import SnapshotFiles
 from lightning_dlres.paramserver.execute.server.status import StatusAnswer, server_status
 from lightning_dlres.paramserver.execute.server.values import ValueQueue
 
@@ -69,7 +70,7 @@ class ParameterServer:
         snapshot: Path | None = None,
         snapshot_every: float | str = "30s",
     ) -> None:
-        self._snapshot_seconds = parse_seconds(snapshot_every, "snapshot_every")
+        seconds = parse_seconds(snapshot_every, "snapshot_every")
         self._server = Server(
             bind=bind,
             port=port,
@@ -81,24 +82,21 @@ class ParameterServer:
             copies=False,
         )
         self.address = self._server.address
-        self._files: SnapshotFiles | None = None
         self._boot, self._started = secrets.randbits(62), time.monotonic()
         self._shard: Shard | None = None
         self._values: ValueQueue | None = None
-        self._task: SnapshotTask | None = None
-        self._last_snapshot: float | None = None
-        self._snapshot_error = ""
-        self._wants_snapshot, self._members_are_saved = False, True
-        self._next_snapshot = self._next_look = 0.0
+        self._next_look = 0.0
         self._status_answer = StatusAnswer(self.status)
+        files: SnapshotFiles | None = None
         if snapshot is not None:
             port = int(self.address.rpartition(":")[2])
             try:
-                self._files, shard = SnapshotFiles.open(snapshot, port, self._started)
+                files, shard = SnapshotFiles.open(snapshot, port, self._started)
             except ConfigError:
                 self._server.close()
                 raise
             self._use(shard)
+        self._snapshots = SnapshotSchedule(files, seconds, self._server.refusals.note)
         self._handlers: dict[str, Callable[[Message], None]] = {
             protocol.HELLO: self._hello,
             protocol.LOAD: self._load,
@@ -143,8 +141,8 @@ class ParameterServer:
             address=self.address,
             now=now,
             uptime=now - self._started,
-            snapshot_seconds=-1.0 if self._last_snapshot is None else now - self._last_snapshot,
-            snapshot_error=self._snapshot_error,
+            snapshot_seconds=-1.0 if self._snapshots.last is None else now - self._snapshots.last,
+            snapshot_error=self._snapshots.error,
             refused=self.refused,
         )
 
@@ -154,7 +152,9 @@ class ParameterServer:
             if self._values is not None and not self._values.is_empty:
                 wait = self._values.wait.seconds
             # A snapshot goes on between two messages, without waiting for one.
-            copied = self._advance_snapshot()
+            copied, is_durable = self._snapshots.advance(self._shard, time.monotonic())
+            if is_durable:
+                self._tell_durable()
             message = self._server.receive(0.0 if copied else wait)
             if message is not None:
                 self._handle(message)
@@ -224,7 +224,7 @@ class ParameterServer:
                 shard.rejoin(request.worker)
             assert self._values is not None
             self._values.forget(request.worker)
-            self._save_members()
+            self._snapshots.save_workers(shard)
         return shard, request
 
     def _setup(self, message: Message) -> None:
@@ -241,7 +241,7 @@ class ParameterServer:
             setup = message.decode(protocol.JobSetup)
             if setup.job != job:
                 raise ProtocolError(f"{message.peer} described another job than its own.")
-            shard = Shard(setup, is_persistent=self._files is not None, now=time.monotonic())
+            shard = Shard(setup, is_persistent=self._snapshots.is_on, now=time.monotonic())
         except Exception as error:  # Nothing has changed yet, whatever a description contains.
             self._server.refusals.note(error)
             self._answer(message, protocol.FAILED, text_of(error).encode())
@@ -256,16 +256,9 @@ class ParameterServer:
 
     def _end_job(self) -> None:
         """Forget the job, and what would bring it back."""
-        self._remove_files()
-        self._last_snapshot = None
+        self._snapshots.forget()
+        self._snapshots.last = None
         self._use(None)
-
-    def _remove_files(self) -> None:
-        if self._task is not None:
-            self._task.cancel("the job is over")
-            self._task = None
-        if self._files is not None:
-            self._files.remove()
 
     def _hello(self, message: Message) -> None:
         hello = message.decode_details(protocol.Hello)
@@ -293,14 +286,10 @@ class ParameterServer:
             return
         shard = admitted[0]
         if not shard.is_started:
-            if self._files is not None:
-                # Before the first push: a server that is killed must find the parameters again.
-                self._task = SnapshotTask(self._files, shard)
-                self._task.finish()
-                self._conclude_snapshot(self._task, time.monotonic())
-                if self._snapshot_error:
-                    raise ProtocolError(f"no snapshot could be written: {self._snapshot_error}.")
-                self._save_members()
+            self._snapshots.make_first(shard, time.monotonic())
+            if self._snapshots.error:
+                raise ProtocolError(f"no snapshot could be written: {self._snapshots.error}.")
+            self._snapshots.save_workers(shard)
             shard.start()
         self._answer(message, protocol.DONE)
 
@@ -349,7 +338,7 @@ class ParameterServer:
     def _snapshot(self, message: Message) -> None:
         admitted = self._admitted(message, protocol.Request)
         if admitted is not None:
-            self._wants_snapshot = True
+            self._snapshots.is_wanted = True
             self._send_durable(admitted[0], admitted[1].worker)
 
     def _leave(self, message: Message) -> None:
@@ -361,16 +350,16 @@ class ParameterServer:
         is_new, member.has_left = not member.has_left, True
         if shard.members.have_left():
             # Kept in memory: the worker asks again if the answer is lost.
-            self._remove_files()
+            self._snapshots.forget()
         elif is_new:
-            self._save_members()
+            self._snapshots.save_workers(shard)
         if shard.members.have_left() or shard.are_durable(
             request.worker, memoryview(message.payload)
         ):
             self._answer(message, protocol.DONE)
         else:
             # The worker keeps its log, which a restarted server would need. It asks again.
-            self._wants_snapshot = True
+            self._snapshots.is_wanted = True
 
     def _reply(self, key: int, answers: Iterable[Answer]) -> None:
         """Send answers about a key."""
@@ -406,53 +395,13 @@ class ParameterServer:
             return
         self._next_look = now + _LOOK_SECONDS
         silent, released = self._shard.shut_out_silent(now)
-        if silent or not self._members_are_saved:
-            self._save_members()
+        if silent or not self._snapshots.workers_are_saved:
+            self._snapshots.save_workers(self._shard)
         for key, answer in released:
             self._reply(key, [answer])
 
-    def _save_members(self) -> None:
-        if self._files is None or self._shard is None:
-            return
-        try:
-            self._files.save_members(self._shard.setup.job, self._shard.members.records())
-            self._members_are_saved = True
-        except OSError as error:
-            # Saved at the next look.
-            self._members_are_saved, self._snapshot_error = False, str(error)
-
-    def _advance_snapshot(self) -> bool:
-        """Go on with a snapshot, begin one that is due, or end one; True if a key was copied."""
-        shard = self._shard
-        if self._files is None or shard is None or not shard.is_started:
-            return False
-        now = time.monotonic()
-        if shard.failure:
-            # A key may be updated in part: go on from the last snapshot.
-            if self._task is not None:
-                self._task.cancel(shard.failure)
-                self._conclude_snapshot(self._task, now)
-            return False
-        if self._task is None:
-            is_due = self._wants_snapshot or now >= self._next_snapshot
-            if not is_due or shard.members.have_left():
-                return False
-            self._wants_snapshot = False
-            self._task = SnapshotTask(self._files, shard)
-        if self._task.is_done:
-            self._conclude_snapshot(self._task, now)
-            return False
-        return self._task.advance()
-
-    def _conclude_snapshot(self, task: SnapshotTask, now: float) -> None:
-        self._task = None
-        self._next_snapshot = now + self._snapshot_seconds
-        self._snapshot_error = task.error
-        if task.error:
-            self._server.refusals.note(f"no snapshot: {task.error}")
-            return
-        self._last_snapshot = now
-        task.note_durable()
+    def _tell_durable(self) -> None:
+        """Tell all workers what they need not keep any more."""
         assert self._shard is not None
         for worker, member in enumerate(self._shard.members.by_index):
             if member.is_active:

@@ -28,13 +28,9 @@ from lightning_dlres.paramserver.execute.sending_waits import SendingWait
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
 from lightning_dlres.paramserver.execute.worker.push_log import LogEntry
 
-# Bytes and number of pushes that ZeroMQ holds at a time. With more bytes, workers that push at unlike
-# times would send their keys in unlike orders, and every key waits for the last worker. ZeroMQ's
-# queue has room for 1000 messages; one more would block while a server is away.
-_IN_FLIGHT_BYTES, _IN_FLIGHT_PUSHES = 2 << 20, 256
-# Messages without any from the server, after which only one is sent in so many seconds: a server
-# that is away leaves them in the queue.
-_MAX_UNHEARD, _UNHEARD_SECONDS = 128, 4.0
+# Bytes of pushes that ZeroMQ holds at a time. With more, workers that push at unlike times would
+# send their keys in unlike orders, and every key waits for the last worker.
+_IN_FLIGHT_BYTES = 2 << 20
 # Requests without an answer at a time.
 _MAX_REQUESTS = 8
 # Longest wait for a message in seconds, unless messages are sent again earlier.
@@ -96,7 +92,6 @@ class ServerLink:
         self.pings = False
         # Clock at the last message of the server; -inf before the first.
         self.last_heard = -math.inf
-        self._unheard = 0
         # Clock at the last value or merge that was awaited; -inf before the first.
         self._last_progress = -math.inf
         self._exchange, self._retry_seconds = exchange, retry_seconds
@@ -196,17 +191,14 @@ class ServerLink:
         with self._exchange.lock:
             now = time.monotonic()
             if message is not None:
-                self.last_heard, self._unheard = now, 0
+                self.last_heard = now
                 self._handle(message, now)
             self._reconnect_if_silent(now)
             if now >= self._next_query:
                 self._next_query = now + self._retry_seconds / 4
                 self._query(now)
             if now >= self._next_ping:
-                is_slow = self._unheard >= _MAX_UNHEARD
-                self._next_ping = now + max(
-                    self._retry_seconds, _UNHEARD_SECONDS if is_slow else 0.5
-                )
+                self._next_ping = now + max(self._retry_seconds, 0.5)
                 self._send_ping()
 
     def _reconnect_if_silent(self, now: float) -> None:
@@ -228,12 +220,7 @@ class ServerLink:
         while self._in_flight and self._in_flight[0][0].done:
             self._in_flight_bytes -= self._in_flight.popleft()[1]
             has_moved = True
-        while (
-            self._pushes
-            and self._in_flight_bytes < _IN_FLIGHT_BYTES
-            and len(self._in_flight) < _IN_FLIGHT_PUSHES
-            and self._may_send()
-        ):
+        while self._pushes and self._in_flight_bytes < _IN_FLIGHT_BYTES and self._may_send():
             has_moved = True
             _, key, number = heapq.heappop(self._pushes)
             entry = self._queued.pop((key, number))
@@ -267,14 +254,10 @@ class ServerLink:
         )
 
     def _send_requests(self, now: float) -> None:
-        most, wait = _MAX_REQUESTS, self._retry_seconds
-        if self._unheard >= _MAX_UNHEARD:
-            most, wait = 1, max(wait, _UNHEARD_SECONDS)
         # There may be thousands, and all that are here have no answer yet.
-        for sequence, pending in itertools.islice(self._requests.items(), most):
-            if now - pending.sent >= wait and self._may_send():
+        for sequence, pending in itertools.islice(self._requests.items(), _MAX_REQUESTS):
+            if now - pending.sent >= self._retry_seconds and self._may_send():
                 pending.sent = now
-                self._unheard += 1
                 self._client.send(
                     pending.kind, pending.payload, sequence=sequence, details=pending.details
                 )
@@ -286,8 +269,6 @@ class ServerLink:
         would send them twice, over a link that is slow already.
         """
         asked = 0
-        if self._unheard >= _MAX_UNHEARD:
-            return
         for one in self._keys:
             if not one.is_unconfirmed and (not one.is_awaited or one.is_queued or one.is_merged):
                 continue
@@ -311,7 +292,6 @@ class ServerLink:
             self._send_details(protocol.PING, self._exchange.request())
 
     def _send_details(self, kind: str, details: msgspec.Struct, payload: bytes = b"") -> None:
-        self._unheard += 1
         self._client.send(kind, payload, details=msgspec.msgpack.encode(details))
 
     def _handle(self, message: Message, now: float) -> None:
