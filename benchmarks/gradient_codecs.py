@@ -6,12 +6,12 @@
 A triad `a = b + x * c` reads two arrays and writes one: 12 bytes per element. Encoding reads the
 gradient and the residual, and writes the residual and the codes: 12 bytes per element, and the
 payload. Decoding and accumulating reads the payload and the sum, and writes the sum: 8 bytes per
-element, and the payload. A figure is the bytes per second of a codec over those of a triad on the
-same arrays. Codec and triad take turns; a figure is the median of all pairs.
+element, and the payload. A figure is the ratio of a codec's bytes per second to those of a triad on
+the same arrays. Codec and triad take turns; a figure is the median of all pairs.
 
-The arrays are those of a small and of a large layer, and of at least twice the size of the
-last-level cache. A rank often has only one core, so one thread computes. If there is a GPU, it is
-measured, too, with a higher target.
+The arrays have three sizes: that of a small layer, that of a large one, and at least twice that of
+the last-level cache. A rank often has only one core, so one thread computes. If there is a GPU, it
+is measured, too, with a higher target.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_dlres.codecs.gradient.base import gradient_codec
 NAME = "gradient_codecs"
 # Codecs with a target, and those that are measured for comparison.
 CHECKED, OTHERS = ("tbq", "onebit"), ("int8", "fp16")
-# Least bytes per second over those of a triad: targets on one core, and on a GPU.
+# Least ratio of a codec's bytes per second to those of a triad: on one core, and on a GPU.
 TARGET, GPU_TARGET = 0.70, 0.85
 ENCODE, DECODE, TRIAD = "encode", "decode", "triad"
 # Bytes that a task moves for each element, without the payload.
@@ -69,7 +69,7 @@ class Speed:
     """Speed of a codec's task beside that of a triad.
 
     Attributes:
-        of_triad: Bytes per second over those of the triad; median over pairs.
+        of_triad: Bytes per second, divided by those of the triad; median of all pairs.
         bytes_per_element: Bytes that the task moves for each element, payload included.
         rate: Bytes per second; median.
         triad_rate: Bytes per second of the triad; median.
@@ -127,7 +127,8 @@ def settings_of(*, is_quick: bool) -> Settings:
 def sizes(settings: Settings) -> list[tuple[int, tuple[str, ...]]]:
     """Return the bytes of the gradients, each with the codecs to measure.
 
-    The other codecs have temporaries as large as the gradient, and skip the largest one.
+    The codecs in `OTHERS` have temporaries as large as the gradient, so they skip the largest
+    gradient.
     """
     layers = [(nbytes, CHECKED + OTHERS) for nbytes in settings.layers]
     if settings.beyond_caches is None:

@@ -2,7 +2,8 @@
 DataLoader, and torchdata's ParallelMapper, all over the same storage nodes.
 
 Prints one line of JSON. For a loader, it has the samples, bytes and seconds of the measured part.
-The measurement "index" takes no loader, but the index of ten million samples: its time and memory.
+The measurement "index" has no loader. It takes the time and memory of an index of ten million
+samples.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def count(batches: Iterator[Any], seconds: float, sizes: Any) -> dict[str, float
 def ours(options: argparse.Namespace) -> dict[str, Any]:
     """Iterate this package's loader for `options.seconds`.
 
-    With `options.pace`, batches are requested at this rate, as by a training with this demand.
+    With `options.pace`, it takes at most this many bytes per second, like a training with this
+    demand.
     """
     config = host_config(
         options.endpoints,
@@ -161,7 +163,8 @@ def index(options: argparse.Namespace) -> dict[str, Any]:
     batches, before its bytes are counted.
     """
     sizes = np.random.default_rng(0).integers(1_000, 100_000, _INDEX_SAMPLES)
-    CacheIndex.build(shuffled(8, 0, 0), _INDEX_NODES)  # Numba compiles both before the clock starts
+    # Numba compiles `shuffled` and `build` in this call, before the clock starts.
+    CacheIndex.build(shuffled(8, 0, 0), _INDEX_NODES)
     gc.collect()
     objects = len(gc.get_objects())
     start = time.monotonic()

@@ -1,8 +1,10 @@
 """Data parallel training of several ranks in one process, with the arithmetic of the real ranks.
 
-Every unit has an owner, as with a parameter server. The owner adds the decoded gradients of the
-other ranks to its own, in the order of the ranks. It encodes the sum, and all ranks decode it. The
-results are bitwise those of `GradientSyncState(topology="ps")`, but need no processes or messages.
+A unit is a range of elements of a gradient. It has an owner, as with a parameter server. The owner
+adds the decoded gradients of the other ranks to its own, in the order of the ranks. If the codec
+transforms gradients, its own one is encoded and decoded, too. The owner encodes the sum, and all
+ranks decode it. The results are bitwise those of `GradientSyncState(topology="ps")`, but need no
+processes or messages.
 """
 
 from __future__ import annotations
@@ -66,25 +68,26 @@ class VirtualRanks:
         """Return the decoded means of the ranks' gradients, and advance by a step."""
         means = {name: torch.empty_like(g) for name, g in gradients[0].items()}
         for unit in self.plan.units:
-            parts = [g[unit.gradient].reshape(-1)[unit.start : unit.stop] for g in gradients]
+            values = [g[unit.gradient].reshape(-1)[unit.start : unit.stop] for g in gradients]
             target = means[unit.gradient].view(-1)[unit.start : unit.stop]
-            target.copy_(self._mean_of_unit(unit, parts))
+            target.copy_(self._mean_of_unit(unit, values))
         self._step += 1
         return means
 
-    def _mean_of_unit(self, unit: SyncUnit, parts: Sequence[Tensor]) -> Tensor:
+    def _mean_of_unit(self, unit: SyncUnit, values: Sequence[Tensor]) -> Tensor:
+        """Return the mean of a unit, given its values on each rank."""
         if unit.codec == RAW or self._codec is None:
-            total = parts[0].clone()
-            for part in parts[1:]:
-                total += part
+            total = values[0].clone()
+            for own in values[1:]:
+                total += own
             return total * (1 / self._world_size)
         step_codec = self._codec.at_step(self._step)
         total = torch.empty(unit.count)
-        for rank, part in enumerate(parts):
+        for rank, own in enumerate(values):
             if rank == unit.owner and not step_codec.transforms_gradient:
-                total = part.clone() if rank == 0 else total + part
+                total = own.clone() if rank == 0 else total + own
                 continue
-            payload = self._compress(step_codec, unit, Part.GRADIENT, rank, part)
+            payload = self._compress(step_codec, unit, Part.GRADIENT, rank, own)
             step_codec.expand(payload, total, accumulate=rank > 0)
         payload = self._compress(step_codec, unit, Part.SUM, unit.owner, total)
         mean = torch.empty(unit.count)

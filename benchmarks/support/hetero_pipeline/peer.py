@@ -1,6 +1,7 @@
 """Rank of the peer: `torch.distributed.pipelining` with Schedule1F1B in a plain loop.
 
-It holds a model for each setting, and runs steps of the setting that an order names.
+The benchmark sends it orders over `support.rpc`: to prepare a setting, or to run steps of a
+prepared one. It keeps a model for each setting.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class SettingRun:
     """Stage of this rank under one setting of the peer, with its optimizer and batches.
 
     Args:
-        order: Order with the fields of `contenders.Setting`, and the task.
+        order: Order to prepare the setting: the fields of `contenders.Setting`, and the task.
         rank: This rank.
     """
 
@@ -39,6 +40,7 @@ class SettingRun:
         layers = make_net(task)[first : first + split[index]]
         device = torch.device("cpu")
         stage = PipelineStage(layers, index, len(split), device)
+        # By default, stage i would be on rank i.
         stage.stage_index_to_group_rank = dict(enumerate(ranks))
         self.threads = order["threads"]
         self.schedule = Schedule1F1B(stage, order["microbatches"], loss_fn=loss_of)
@@ -67,7 +69,7 @@ class SettingRun:
 
 
 def main(rpc: RankRpc) -> None:
-    """Follow the orders: prepare a setting, or run steps of a prepared one."""
+    """Follow the benchmark's orders. Only an order to prepare a setting has a "split"."""
     settings: dict[str, SettingRun] = {}
     for order in rpc.orders():
         if not dist.is_initialized():

@@ -220,7 +220,7 @@ class _Run:
 
 def _end(process: subprocess.Popen[Any]) -> int:
     """Kill a process and its process group, and return the exit status of the process."""
-    if process.returncode is None:  # until it is reaped, the kernel does not reuse its number
+    if process.returncode is None:  # until it is reaped, the kernel does not reuse its pid
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
 
@@ -252,9 +252,8 @@ def _signals_deferred() -> Iterator[None]:
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if (
-                signal.getsignal(number) is not None
-            ):  # None: installed outside Python, which cannot restore it
+            # None: the handler was not installed by Python, which cannot restore it.
+            if signal.getsignal(number) is not None:
                 handlers[number] = signal.signal(number, lambda number, _: received.append(number))
     try:
         yield
