@@ -29,7 +29,7 @@ class ActivationOffload(MemoryBudget, Callback):
 
     Attributes:
         plan: Latest plan; None before the measured steps are over.
-        profile: Profile of the latest measured plan; None before the first one.
+        profile: Profile that the latest plan was made from; None before the first one.
 
     Raises:
         ConfigError: If an argument has a bad value; when `fit` starts, if the strategy or device is

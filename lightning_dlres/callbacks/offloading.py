@@ -109,7 +109,7 @@ class MemoryBudget:
 
     @property
     def profile(self) -> StepProfile | None:
-        """Return the profile of the latest measured plan; None before the first one."""
+        """Return the profile that the latest plan was made from; None before the first one."""
         offloader = self._offloader
         return offloader.profile if offloader is not None else None
 

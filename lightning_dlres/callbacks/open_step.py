@@ -1,4 +1,4 @@
-"""Step of a callback that may be left open: an exception or a hook may end it without its end."""
+"""Step of a callback that may be left open: an exception or a hook may prevent its end hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callback that keeps parameters, gradients and optimizer history in host memory."""
+"""Callback that keeps parameters, gradients and optimizer states in host memory."""
 
 from __future__ import annotations
 
@@ -39,18 +39,23 @@ class ParameterMirror(Callback):
     """Callback that trains models whose parameters and optimizer exceed the device's memory.
 
     All parameters, gradients and optimizer histories lie in one region of host memory, or in a file
-    on a local disk. Optimizers update them there, in place. The device has only a window of layers:
-    the parameters of a layer come just before it runs, in forward and in backward, and its
+    on a local disk. A history is an optimizer's state of a parameter, such as its momentum.
+    Optimizers update parameters and histories there, in place. The device has only a window of
+    layers: the parameters of a layer come just before it runs, in forward and in backward, and its
     gradients leave as soon as they are made. The first steps learn the order of the layers and
     their times; a plan then fetches each layer ahead of its use.
 
+    The device must be the CPU so far: the window is memory of the process, and the region is of use
+    as a file.
+
     Gradients and weights are bitwise equal to those of plain training with the same optimizer. With
-    the strategy `dlres_parameter_server`, the history is on the servers, and new parameters arrive
-    in the region.
+    the strategy `dlres_parameter_server`, the histories are on the servers, and new parameters
+    arrive in the region.
 
     Args:
-        window: Bytes of parameters on the device at once; "auto" for the smallest window whose step
-            is predicted to be as short as with any, and "min" for one layer at a time.
+        window: Bytes of parameters on the device at once. "auto": the smallest window whose
+            predicted step is at most 2 % longer than with all layers on the device. "min": one
+            layer at a time.
         disk: Directory on a fast local disk, for a file that holds the region. None: host memory.
         update: "after_backward" lets the optimizer update all layers after backward, as plain
             training does. "layerwise" updates each layer amid backward, as soon as its gradients
@@ -63,7 +68,8 @@ class ParameterMirror(Callback):
 
     Raises:
         ConfigError: If an argument has a bad value; when training or evaluation starts, if the
-            strategy is not for a single device, or a parameter cannot be moved.
+            strategy is neither for a single device nor `dlres_parameter_server`, if the device is
+            not the CPU, or if a parameter cannot be moved.
     """
 
     def __init__(
@@ -123,6 +129,8 @@ class ParameterMirror(Callback):
     ) -> None:
         # Other code may have exchanged the optimizers.
         self._open(trainer, pl_module)
+        # True if no other code needs the gradients of this step, so that layers may be updated amid
+        # backward.
         is_free = False
         if self._config.update == LAYERWISE:
             is_stepping = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
@@ -252,7 +260,8 @@ def gradients_are_free(trainer: Trainer, pl_module: LightningModule) -> bool:
 def _put_before_offloading(mirror: ParameterMirror, trainer: Trainer) -> None:
     """Let the mirror's hooks on saved tensors be outside of those of `ActivationOffload`.
 
-    Only the innermost hooks see a tensor, and those of `ActivationOffload` ask the mirror.
+    Autograd calls only the innermost hooks. Those of `ActivationOffload` first ask the mirror
+    whether the tensor is one of its parameters (`core.saved_tensors.claimed`).
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     others = [index for index, one in enumerate(callbacks) if isinstance(one, MemoryBudget)]

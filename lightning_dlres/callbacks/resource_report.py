@@ -88,6 +88,7 @@ class ResourceReport(Callback):
         self._plan_at_start: PipelinePlan | None = None
         self._gathered: GatheredSpans | None = None
         self._memory: tuple[str, str, bytes] | None = None
+        self._mirror: str | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
