@@ -112,7 +112,7 @@ def demo(options: Sequence[str]) -> int:
     size = QUICK if settings.quick else FULL
     max_training_time = MAX_TRAINING_TIME if settings.steps is None else None
     size = replace(size, steps=settings.steps or size.steps)
-    _silence_lightning()
+    _prepare_process()
     return _Demo(size, max_training_time, settings.out).run()
 
 
@@ -311,7 +311,8 @@ def _steps(text: str) -> int:
     return int(text)
 
 
-def _silence_lightning() -> None:
+def _prepare_process() -> None:
+    """Silence Lightning, and compute with one thread."""
     # The demo prints its progress itself.
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
