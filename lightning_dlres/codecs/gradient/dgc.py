@@ -1,8 +1,8 @@
 """Deep gradient compression: sparse gradients with momentum correction, clipping, factor masking
 and warm-up (Lin, Han, Mao, Wang and Dally, 2018).
 
-Each rank accumulates momentum of its own gradient before it selects the largest elements. The
-optimizer then needs no momentum of its own: use plain SGD with `momentum` given here.
+Each rank accumulates momentum of its own gradient before it selects the largest elements. So pass
+`momentum` to this codec, and none to the optimizer: use SGD with its default momentum of 0.
 """
 
 from __future__ import annotations
