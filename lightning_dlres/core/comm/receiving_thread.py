@@ -165,7 +165,8 @@ class ReceivingThread:
             source.receivers[channel] = receiver
             for frames in source.early.pop(channel, []):
                 self._deliver(rank, channel, receiver, frames)
-            # Only an earlier failure: one by these messages was given to all receivers just now.
+            # `failure` is from before these messages. If one of them is broken, `_deliver` has
+            # already given the new failure to the receiver.
             if failure is not None:
                 receiver.handle(failure)
 

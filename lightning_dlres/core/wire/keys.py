@@ -81,8 +81,9 @@ def create_keys(directory: Path, name: str) -> tuple[Path, Path]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with ExitStack() as incomplete:
-            # pyzmq would overwrite files, with the umask's mode. It keeps the mode of existing
-            # ones. Exclusive creation lets only one of several processes have the name.
+            # Create both files first: pyzmq gives new files the umask's mode, but keeps the mode of
+            # existing ones. It also overwrites files of another pair. Exclusive creation prevents
+            # that, and gives the name to only one of several processes.
             for path, mode in ((secret, 0o600), (public, 0o666)):
                 _create(path, mode, name)
                 incomplete.callback(path.unlink, missing_ok=True)

@@ -215,11 +215,18 @@ class Server(Endpoint):
         return tracker
 
     def acknowledged_bytes(self, connection: int) -> int | None:
-        """Return the number of bytes that a client's host acknowledged; None if it is not known."""
+        """Return the number of bytes that a client's host acknowledged; None if it is not known.
+
+        Args:
+            connection: Id of the connection, as in `Message`.
+        """
         return self._connections.acknowledged_bytes(connection)
 
     def connection_number(self, connection: int) -> int | None:
-        """Return a number that no later connection has, unlike the id; None if it is closed."""
+        """Return the number of the connection with this id; None if it is closed.
+
+        A later connection may reuse the id, but never the number.
+        """
         return self._connections.number(connection)
 
     def trust(self, connection: int) -> None:
@@ -229,7 +236,7 @@ class Server(Endpoint):
     def drop(self, connection: int, reason: str) -> None:
         """Close a client's connection and discard the messages queued for it.
 
-        A later connection may have got the id; see `connection_number`.
+        A later connection may have reused the id: compare `connection_number` first.
         """
         self._connections.drop(connection, reason)
 
