@@ -239,7 +239,7 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
-        ShardSpec(0, 0, 1, batch_size)
+        ShardSpec(0, 0, 1, batch_size)  # raises if the size is invalid
         if batch_size != self.batch_size:
             self._loading["batch_size"] = batch_size
             # The Trainer requests new loaders. Iterators keep the old ones alive until they end.

@@ -13,8 +13,8 @@ from lightning_dlres.prefetch.cache.options import host_config
 
 # Values of the argument `tail`. `drop_last=True` selects the third tail rule, "drop".
 TailRule = Literal["pad", "uneven"]
-# A split other than "train" gets 1/_EVAL_SHARE of the capacity. The sources of a split divide it.
-_EVAL_SHARE = 4
+# A split other than "train" gets 1/_EVAL_DIVISOR of the capacity. The sources of a split divide it.
+_EVAL_DIVISOR = 4
 # Options that apply only to some kinds of sources, with the function that tests a source.
 SOURCE_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "extensions": has_files,
@@ -55,9 +55,9 @@ class SplitConfigs:
             ConfigError: If an option is out of its range, or does not fit the source.
         """
         is_train = split.name == "train"
-        share = 1 if is_train else _EVAL_SHARE * max(1, len(split.sources))
+        divisor = 1 if is_train else _EVAL_DIVISOR * max(1, len(split.sources))
         options = {**self.options, **(self.train_options if is_train else {})}
-        capacity = self.capacity if is_train else max(1, self.capacity // share)
+        capacity = self.capacity if is_train else max(1, self.capacity // divisor)
         lookahead = options["lookahead"]
         if not is_train and lookahead is not None:
             # The user chose the lookahead for the larger cache of the training samples.
@@ -67,4 +67,4 @@ class SplitConfigs:
             # placeholder, to which the option does not apply.
             if any(source is given and applies(given) for given in split.sources.values()):
                 options[name] = self.source_options[name]
-        return host_config(source, capacity=capacity, share=share, classes=classes, **options)
+        return host_config(source, capacity=capacity, share=divisor, classes=classes, **options)

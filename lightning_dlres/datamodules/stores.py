@@ -35,8 +35,10 @@ from lightning_dlres.prefetch.loading.items import ENCODING, encode_item
 from lightning_dlres.prefetch.storage.manifest import MANIFEST, SampleTable
 from lightning_dlres.prefetch.storage.writer import put
 
-# Number of samples that are read a second time, to detect a data set with random samples.
+# Number of samples that are compared with a store.
 _PROBES = 16
+# Number of further reads of one sample, to detect a data set with random samples.
+_REPEATED_READS = 16
 # Seconds between two attempts to take a lock.
 _POLL_SECONDS = 0.01
 
@@ -46,7 +48,6 @@ class SplitStores:
 
     Args:
         directory: Directory for the stores, one for each data set. None: a temporary directory.
-
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -275,4 +276,4 @@ def _differing(dataset: Any, table: SampleTable) -> int | None:
 def _is_random(dataset: Any, index: int) -> bool:
     """Return True if the bytes of a sample change from read to read."""
     first = encode_item(dataset[index])
-    return any(encode_item(dataset[index]) != first for _ in range(_PROBES))
+    return any(encode_item(dataset[index]) != first for _ in range(_REPEATED_READS))
