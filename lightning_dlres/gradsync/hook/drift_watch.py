@@ -9,9 +9,9 @@ from lightning_dlres.gradsync.plan.measured_steps import DriftDetector
 # Fraction of the step's time that is added to the exposed time of synchronisation. Without it, the
 # noise of an exposed time near 0 would count as drift, though such a time hardly matters.
 _STEP_FRACTION = 0.1
-# Steps after a planning in which the ranks do not plan again: the first time, and at most. The
-# number doubles with each planning, so that noise costs little: a measurement takes about as long
-# as some steps.
+# Number of steps after a planning before the ranks may plan again: after the first planning, and at
+# most. The number doubles with each planning, so that noise costs little: a measurement takes about
+# as long as some steps.
 _FIRST_PAUSE, _LONGEST_PAUSE = 100, 10_000
 
 

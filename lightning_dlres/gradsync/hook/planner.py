@@ -1,4 +1,4 @@
-"""Planner of the hook's state: plans by fixed options, of an earlier run, or by the cost model."""
+"""Planner of the hook's state. Fixed options, an earlier run or the cost model give the plan."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class HookPlanner:
         """
         plan = None if self.plan is None else plan_of_leaders(self.plan)
         options = self._options(device, element_bytes)
-        decision, current = plan_again(
+        decision, current_prediction = plan_again(
             gradients,
             self.codecs,
             session.mailbox,
@@ -203,7 +203,9 @@ class HookPlanner:
         self._costs = decision.costs
         if decision.plan != plan:
             decision = self._confirmed_by_trial(decision, session, options)
-        change = change_of_plan(step, self.algorithm, plan, current, decision, self.codecs)
+        change = change_of_plan(
+            step, self.algorithm, plan, current_prediction, decision, self.codecs
+        )
         if change is not None:
             self._follow(decision)
         return change

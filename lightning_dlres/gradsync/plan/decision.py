@@ -25,8 +25,8 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The best plan of an algorithm and a topology, as predicted.
 
     Attributes:
-        algorithm: Name of a codec; "raw" for uncompressed gradients over our own tasks; "none" for
-            torch's all-reduce.
+        algorithm: Name of a codec; "raw" for uncompressed gradients that this package synchronises;
+            "none" for torch's all-reduce.
         topology: "ps" or "ring"; "" for torch's all-reduce.
         least_elements: Elements of the smallest gradient that is compressed.
         compressed: Number of gradients that are compressed.
@@ -58,8 +58,8 @@ class SyncDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Decision about gradient synchronisation, the same on all ranks.
 
     Attributes:
-        algorithm: Name of a codec; "raw" for uncompressed gradients over our own tasks; "none" for
-            torch's all-reduce.
+        algorithm: Name of a codec; "raw" for uncompressed gradients that this package synchronises;
+            "none" for torch's all-reduce.
         topology: "ps" or "ring"; "" for torch's all-reduce.
         choices: Codec and partitions of each gradient; empty for torch's all-reduce.
         shares: Share of the merging work of each rank; empty for torch's all-reduce.
@@ -155,7 +155,7 @@ class SyncDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.trial is not None:
             own, reduce = self.trial.plan_seconds, self.trial.all_reduce_seconds
             parts.append(
-                f"In a trial, a step took {format_seconds(own)} with the shortest plan, and "
+                f"In a trial, a step took {format_seconds(own)} with the best predicted plan, and "
                 f"{format_seconds(reduce)} with torch's all-reduce."
             )
         if self.choices:
