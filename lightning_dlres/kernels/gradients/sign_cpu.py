@@ -11,6 +11,7 @@ from lightning_dlres.core.compiled import compiled, subroutine
 from lightning_dlres.kernels.gradients.layout import BLOCK, LARGEST
 from lightning_dlres.kernels.gradients.sums_cpu import tree_sum
 
+# Planes of a block: bits of a word, see `layout`.
 _PLANES = 32
 _WORDS = BLOCK // _PLANES
 
@@ -62,7 +63,7 @@ def _pack_block(gradient: Any, residual: Any, words: Any, lanes: Any, scale: Any
         for i in range(words.size):
             words[i] = 0
         return float32(np.nan), float32(np.nan)
-    # A float32 holds any number of elements of a block, and a GPU divides by one, too.
+    # float32 is exact for every number of elements of a block. A GPU divides by a float32, too.
     at_least_zero = float32(_set_bits(words))
     others = float32(gradient.size) - at_least_zero
     return above / max(at_least_zero, float32(1)), below / max(others, float32(1))

@@ -23,6 +23,7 @@ from lightning_dlres.kernels.gradients.arithmetic_cuda import (
 )
 from lightning_dlres.kernels.gradients.layout import BLOCK, LARGEST, blocks
 
+# Planes of a block: bits of a word, see `layout`.
 _PLANES = 32
 # One thread for each word of a block.
 THREADS = BLOCK // _PLANES
