@@ -199,9 +199,10 @@ class OffloadProgram:
             if nbytes > 0 or reuse.overwritten_at is None:
                 load.add(first, last, nbytes)
             else:
-                # At the event after `overwritten_at` the storage still counts.
+                # The resident bytes change one event later than in `add`: at the event after
+                # `overwritten_at` the storage still counts.
                 load.held[first : last + 1] += nbytes
-                load.resident[first:last] += nbytes if first > reuse.overwritten_at + 1 else 0
+                load.resident[first:last] += nbytes
         return load
 
     def select(self, limits: MemoryLimits) -> Selection | None:

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-# Number of parts in which an input's gradient is computed, where a kernel cannot write it in place.
-# Each part takes temporary memory of this fraction of the input.
+# An input's gradient is computed in parts where a kernel cannot write it in place. A part has at
+# most 1/PARTS of the input's rows, but at least one row, and takes as much temporary memory.
 PARTS = 8
 
 # Tensors that a formula's backward needs beside its input and parameters.
