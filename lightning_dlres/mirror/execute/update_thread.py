@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 
 
@@ -23,12 +24,13 @@ class UpdateThread:
         self._started.append(self._executor.submit(self._update, unit))
 
     def wait(self) -> None:
-        """Wait for all updates that were started.
+        """Wait until all updates that were started have ended, even if some of them fail.
 
         Raises:
             Exception: The first exception of an update.
         """
         started, self._started = self._started, []
+        futures.wait(started)
         for future in started:
             future.result()
 
