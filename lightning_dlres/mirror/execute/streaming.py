@@ -66,7 +66,7 @@ class ParameterStreaming:
         # Units that backward uses, with the number of gradients that are still to come.
         self._gradients_to_come: dict[int, int] = {}
         # Units whose gradients are all there, and those that backward has used after that.
-        self._is_complete: set[int] = set()
+        self._complete: set[int] = set()
         self.late_uses: set[int] = set()
         self.forbids_late_uses = False
         # Units whose values other code may change without a trace, through `parameter.data`.
@@ -78,7 +78,7 @@ class ParameterStreaming:
         """Start a step: nothing on the device is up to date."""
         self._exposed.clear()
         self._gradients_to_come.clear()
-        self._is_complete.clear()
+        self._complete.clear()
         self._window.drop_all()
         for unit in tuple(self._replaced):
             self._take_back(unit)
@@ -88,7 +88,7 @@ class ParameterStreaming:
         self._calls[unit] += 1
         if self._calls[unit] > 1:
             return
-        if self._is_replaced(unit):
+        if self._check_replaced(unit):
             return
         if unit in self._exposed:
             self._window.drop(unit)
@@ -135,7 +135,10 @@ class ParameterStreaming:
             self._exposed.add(unit)
 
     def claim(self, tensor: Tensor) -> Restore | None:
-        """Return the function that restores a saved tensor over a copy on the device, or None."""
+        """Return the function that restores a saved tensor; None if it is no part of a device copy.
+
+        Instead of keeping the copy, the function fetches the tensor's unit again.
+        """
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         unit = self._window.unit_at(tensor)
@@ -169,7 +172,7 @@ class ParameterStreaming:
             self._gradients_to_come[unit] = to_come - 1
             return None
         del self._gradients_to_come[unit]
-        self._is_complete.add(unit)
+        self._complete.add(unit)
         if not self._calls[unit]:
             self.observer.end(unit)
         return unit
@@ -177,7 +180,7 @@ class ParameterStreaming:
     def _use_in_backward(self, unit: int) -> DeviceCopy:
         """Return the copy of a unit for backward, which uses it until its gradients are there."""
         if unit not in self._gradients_to_come:
-            if unit in self._is_complete:
+            if unit in self._complete:
                 self._note_late_use(unit)
             parameters = self._units[unit].parameters
             self._gradients_to_come[unit] = sum(p.requires_grad for p in parameters)
@@ -199,8 +202,10 @@ class ParameterStreaming:
                 "ParameterMirror(update='after_backward')."
             )
 
-    def _is_replaced(self, unit: int) -> bool:
+    def _check_replaced(self, unit: int) -> bool:
         """Return True if other code has given a parameter of a unit another tensor as its data.
+
+        It also updates `_replaced`, and drops the copy of such a unit.
 
         Such a unit does not stream. Its values in the mirror stay, since that code may have kept
         them to put them back.
@@ -214,10 +219,13 @@ class ParameterStreaming:
         return unit in self._replaced
 
     def _take_back(self, unit: int) -> None:
-        """Move replaced data to the mirror, where no other code has kept the values there."""
+        """Copy a unit's replaced data to the mirror, and stream the unit again.
+
+        A parameter stays as it is if other code has kept its values in the mirror to put them back.
+        """
         for parameter, value in zip(self._units[unit].parameters, self._values[unit], strict=True):
             data = data_of(parameter)
             if data.data_ptr() != value.data_ptr() and storage_owner_count(value) == 1:
                 value.copy_(data)
                 parameter.data = value
-        self._is_replaced(unit)
+        self._check_replaced(unit)

@@ -1,4 +1,4 @@
-"""Plan of the window: at which event of a step which unit is fetched, and which one is dropped."""
+"""Plan of the window: the units that are fetched and dropped at each event of a step."""
 
 from __future__ import annotations
 
@@ -176,12 +176,13 @@ class _Search:
             self._ahead += 1
 
     def _make_room(self, unit: int, position: int, *, needed: bool) -> bool:
-        """Drop units that are used after a position, until a unit fits; return True if it does.
+        """Drop units that are used after a position, until a unit fits; return True if it may come.
 
         Args:
             unit: Unit that is to fit.
             position: Its next use.
-            needed: The use begins now: drop also units that are used sooner.
+            needed: The use begins now. So drop also units that are used sooner, and return True
+                even if the unit does not fit.
         """
         missing = self._bytes + self._profile.nbytes[unit] - self._limit
         candidates = sorted(
@@ -210,18 +211,17 @@ class _Search:
         self._bytes += self._profile.nbytes[unit]
 
     def _drop(self, unit: int) -> None:
-        if unit not in self._resident:
-            return
-        if unit in self.fetches[-1]:
+        # Drops come before the fetches of an event, so a unit that is fetched at this one stays.
+        if unit not in self._resident or unit in self.fetches[-1]:
             return
         self.drops[-1].append(unit)
         self._resident.remove(unit)
         self._bytes -= self._profile.nbytes[unit]
         # A later use must fetch it again.
-        self._ahead = 0 if not self._order else min(self._ahead, self._first_use_after(unit))
+        self._ahead = min(self._ahead, self._order_of_next_use(unit))
 
-    def _first_use_after(self, unit: int) -> int:
-        """Return the position in `_order` of a unit's next use, or the present one."""
+    def _order_of_next_use(self, unit: int) -> int:
+        """Return the position in `_order` of a unit's next use; `_ahead` if it has none."""
         position = self._next_use(unit)
         if position == inf:
             return self._ahead

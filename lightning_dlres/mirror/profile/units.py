@@ -19,7 +19,7 @@ class ParameterUnit:
     """Parameters that one module owns.
 
     Attributes:
-        name: Name of the module; "" for the whole model.
+        name: Name of the module; "" for the model itself, if it owns parameters directly.
         parameters: The parameters, each in one unit only.
         names: Names of the parameters in the model.
         offsets: Offset of each parameter in the unit's memory, in bytes.
@@ -80,7 +80,10 @@ def find_units(model: nn.Module) -> list[ParameterUnit]:
 def units_by_module(
     model: nn.Module, units: Sequence[ParameterUnit]
 ) -> dict[nn.Module, tuple[int, ...]]:
-    """Return the units whose parameters a module owns, also as a second owner, by module."""
+    """Return the units of each module's own parameters, by module.
+
+    The unit of a tied parameter counts for every module that owns the parameter.
+    """
     unit_of = {p: index for index, unit in enumerate(units) for p in unit.parameters}
     found = {}
     for module in model.modules():
