@@ -96,6 +96,8 @@ class CacheClient:
         self._lost_error: DlresError | None = None
         # Set by `leave`, which may run in the garbage collector and so must take no lock.
         self._is_closing = False
+        # Set once the cache has confirmed that this process has left, once it has not done so in
+        # time, or once the thread has ended.
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlres-cache-client", daemon=True)
         self._thread.start()
@@ -117,7 +119,7 @@ class CacheClient:
     def may_request(self, waiting: int, max_waiting: int) -> bool:
         """Return True if one more batch may be requested.
 
-        The cache itself limits the bytes.
+        Only the number of batches counts: the process that keeps the cache limits their bytes.
 
         Args:
             waiting: Number of requested batches that the loader has not passed on yet.

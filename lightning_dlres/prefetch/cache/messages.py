@@ -1,7 +1,7 @@
 """Messages between the processes of a host and the process that keeps its cache.
 
-Each message is one frame of `core.wire.endpoint`. Small ones are msgpack; batch requests, batch
-replies and releases are packed arrays. The id spaces are those of `cache.engine`.
+The messages are those of `core.wire.message`. Most payloads are msgpack; those of batch requests,
+batch replies and releases are packed arrays. The id spaces are those of `cache.engine`.
 """
 
 from __future__ import annotations

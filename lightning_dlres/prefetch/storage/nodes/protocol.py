@@ -1,6 +1,6 @@
 """Protocol of storage nodes: its messages, and the thread of the cache that talks to one node.
 
-Each message is one frame of `core.wire.endpoint`:
+The messages are those of `core.wire.message`. Below are their kinds, with the payload in brackets:
 
 - "hello" is answered by "welcome" (`Welcome`), which describes the data set and the node.
 - "table" (`TableRows`) is answered by "table": these rows, in the format of a store's manifest.
