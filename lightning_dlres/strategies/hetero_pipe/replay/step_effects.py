@@ -1,7 +1,8 @@
 """Side effects of one training step: isolated in every run, collected, and applied on all ranks.
 
-A step may run several times on this rank: up to the call of the pipelined module, from that call
-on, or once per micro-batch. The rules are:
+This rank may run a step several times: up to the call of the pipelined module, for the inputs of
+that call, and from the start to the loss, once on the whole batch or once per micro-batch. The
+rules are:
 
 - Every run starts from the state before the step, and leaves nothing behind. Metrics are the
   exception: they accumulate over the runs on micro-batches. After the step, `apply` restores them
