@@ -60,8 +60,9 @@ class Measurement:
     Attributes:
         steps: All steps.
         counted: Steps from which the figures are computed: those after the warm-up, with an
-            interval, and without a check of the loss. If there are none, `measure` drops these
-            conditions one after another. All of them ran the schedule of the last step.
+            interval, and without a check of the loss. If there are none, `measure` drops the last
+            condition; then also the first one; then the last two; then all. All of these steps ran
+            the schedule of the last step.
         includes_warm_up: True if a warm-up step counts, because there are too few others.
     """
 
