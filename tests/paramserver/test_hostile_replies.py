@@ -17,6 +17,7 @@ import torch
 import zmq
 
 from lightning_dlres.core.errors import PeerError
+from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.core.wire.message import MessageHeader, pack
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
@@ -139,7 +140,7 @@ def test_damaged_and_missing_replies_are_asked_for_again(
 
 def not_a_header(data: bytes) -> bool:
     try:
-        msgspec.msgpack.decode(data, type=MessageHeader)
+        from_msgpack(data, MessageHeader)
     except msgspec.MsgspecError:
         return True
     return False
