@@ -363,7 +363,7 @@ def test_a_wrong_push_is_refused_before_it_changes_anything(stack: ExitStack, ba
 @pytest.mark.parametrize(
     ("scale", "payload"),
     [
-        (float("nan"), [(0, 1)]),
+        (float("inf"), [(0, 1)]),
         (-1.0, [(0, 1)]),
         (1.0, [(99, 1)]),
         (1.0, [(0, 1)] * 10_000),

@@ -314,11 +314,15 @@ class ParameterServerStrategy(NamedFailuresStrategy):
             states = self._session.states()
             for optimizer in self.optimizers:
                 fill_state(self._keys, unwrapped(optimizer), states)
-        # Embedded servers end with rank 0's session.
-        self._connection.any_rank(False)
-        self._end_session()
+        self._end_session(self._connection)
 
-    def _end_session(self) -> None:
+    def _end_session(self, connection: Connection | None = None) -> None:
+        """Leave the servers, and stop those of this process.
+
+        Args:
+            connection: Connection to the other ranks, which end their sessions, too. None: they may
+                not do so, since a rank has failed.
+        """
         updates, self._updates = self._updates, None
         session, self._session = self._session, None
         hosted, self._hosted = self._hosted, None
@@ -327,6 +331,9 @@ class ParameterServerStrategy(NamedFailuresStrategy):
             updates.close()
         if session is not None:
             session.leave()
+        if connection is not None:
+            # A rank that has not left yet would wait for the servers.
+            connection.any_rank(False)
         if hosted is not None:
             hosted.close()
 

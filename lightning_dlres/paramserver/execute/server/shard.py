@@ -201,7 +201,8 @@ class Shard:
         Raises:
             ProtocolError: If the payload is malformed.
         """
-        if not math.isfinite(commit.scale) or commit.scale < 0:
+        # NaN is what clipping makes of gradients with a NaN.
+        if math.isinf(commit.scale) or commit.scale < 0:
             raise ProtocolError(f"the scale {commit.scale} of a commit.")
         released = from_msgpack(data, list[tuple[protocol.Count, protocol.Count]])
         if len(released) > len(self.states):

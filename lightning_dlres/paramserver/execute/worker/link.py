@@ -26,7 +26,7 @@ from lightning_dlres.core.wire.message import Buffer, Message
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.sending_waits import SendingWait
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
-from lightning_dlres.paramserver.execute.worker.push_log import LogEntry
+from lightning_dlres.paramserver.execute.worker.push_log import NOT_COMMITTED, LogEntry
 
 # Bytes of pushes that ZeroMQ holds at a time. With more, workers that push at unlike times would
 # send their keys in unlike orders, and every key waits for the last worker.
@@ -416,13 +416,16 @@ class ServerLink:
 
     def _take_merged(self, one: KeyExchange, reply: protocol.KeyReply) -> None:
         entry = self._exchange.log.get(reply.key, reply.number)
-        if entry is not None and not math.isnan(entry.scale):
+        if entry is not None and entry.scale != NOT_COMMITTED:
             # The commit was lost, or the server was started again.
             self.post_commit([(reply.key, reply.number)], entry.scale)
-        elif reply.number == one.expected and one.is_awaited and not one.is_committed:
+        elif reply.number == one.expected and one.is_awaited:
+            # A late answer after the commit must not end the queries: the value may be lost. A
+            # repeated one is no progress.
+            if one.is_committed or one.is_merged:
+                return
             if reply.norm < 0:
                 raise ProtocolError(f"{self.name} sent the squared norm {reply.norm} of {one.key}.")
-            # A late answer after the commit must not end the queries: the value may be lost.
             one.is_merged, one.norm = True, reply.norm
             self._last_progress = time.monotonic()
             self._exchange.answered(reply.key, has_value=False)

@@ -28,6 +28,8 @@ from lightning_dlres.core.wire.decoding import from_msgpack
 # An entry in the ring: a header of this many bytes, the details of the push, and its payload.
 _HEADER_BYTES = 128
 _ALIGNMENT = 64
+# Factor of a push before its commit. Any other one is NaN, or not negative.
+NOT_COMMITTED = -1.0
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
@@ -51,7 +53,7 @@ class LogEntry:
         number: Number of the push.
         details: Details of its message.
         payload: Its payload, in the ring.
-        scale: Factor of its commit; NaN before the commit.
+        scale: Factor of its commit; `NOT_COMMITTED` before the commit.
         order: Position among all entries.
         offset: First byte in the ring.
         nbytes: Bytes in the ring.
@@ -163,7 +165,7 @@ class PushLog:
             number=number,
             details=details,
             payload=self._view[first : first + payload_bytes],
-            scale=float("nan"),
+            scale=NOT_COMMITTED,
             order=self._next_order,
             offset=offset,
             nbytes=nbytes,

@@ -335,4 +335,6 @@ def norm_scale(norms: Mapping[int, float], max_norm: float) -> float:
     """
     # Unlike math.fsum, sum allows an infinite total.
     total = math.sqrt(sum(norms[key] for key in sorted(norms)))
-    return min(1.0, max_norm / (total + 1e-6))
+    factor = max_norm / (total + 1e-6)
+    # torch makes all gradients NaN if one is, so that nobody trains on with the others.
+    return factor if math.isnan(factor) else min(1.0, factor)
