@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ from lightning_dlres.paramserver.plan.keys import Key, ParameterInfo, make_keys
 from lightning_dlres.paramserver.protocol import OptimizerSetup
 
 TOKEN = b"a job for testing"[:16]
+# Shapes of the parameters of a small model.
+SHAPES = MappingProxyType({"matrix": (100, 50), "bias": (50,), "empty": (0, 3)})
 
 
 @dataclass
@@ -89,12 +92,19 @@ def keys_of(parameters: dict[str, Tensor], servers: int, key_bytes: int = 16 << 
     return list(make_keys(infos, servers, key_bytes))
 
 
-def new_worker(servers: Sequence[str], **options: Any) -> Worker:
-    """Return a worker of a small model with SGD that has not joined yet; see `job_of`."""
+def new_worker(
+    servers: Sequence[str], shapes: Mapping[str, tuple[int, ...]] = SHAPES, **options: Any
+) -> Worker:
+    """Return a worker with SGD that has not joined yet.
+
+    Args:
+        servers: Addresses of the servers.
+        shapes: Shapes of the parameters by name.
+        options: See `job_of`.
+    """
     generator = torch.Generator().manual_seed(0)
     parameters: dict[str, Tensor] = {
-        name: torch.randn(shape, generator=generator)
-        for name, shape in {"matrix": (100, 50), "bias": (50,), "empty": (0, 3)}.items()
+        name: torch.randn(shape, generator=generator) for name, shape in shapes.items()
     }
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.01, momentum=0.9)
     keys = keys_of(parameters, len(servers))

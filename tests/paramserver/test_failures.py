@@ -1,0 +1,111 @@
+"""Jobs whose optimizer fails, and workers whose server is away or makes no room in the log."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dlres.core.errors import ConfigError, PeerError, PeerTimeoutError
+from lightning_dlres.paramserver.execute.server.optimizers import (
+    optimizer_name,
+    register_server_optimizer,
+)
+from lightning_dlres.paramserver.execute.server.service import ParameterServer
+from tests.support.parameter_jobs import Worker, new_worker
+from tests.support.waiting import wait_until
+
+
+@register_server_optimizer
+class FailingOptimizer(torch.optim.SGD):
+    """Optimizer whose update of the matrix fails after it has changed it in part."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.numel() > 100:
+                    parameter.data.view(-1)[:1] += 1
+                    raise KeyError("a missing state")
+        return super().step(closure)
+
+
+def joined(stack: ExitStack, server: ParameterServer, **options: Any) -> Worker:
+    worker = new_worker([server.address], **options)
+    stack.callback(worker.session.close)
+    worker.session.start()
+    worker.session.join()
+    return worker
+
+
+def test_an_optimizer_that_fails_ends_its_job_but_not_the_server(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    server = stack.enter_context(ParameterServer(snapshot=tmp_path, snapshot_every=0.01))
+    worker = joined(
+        stack, server, optimizer_name=optimizer_name(FailingOptimizer), worker_deadline=0.5
+    )
+    with pytest.raises(PeerError, match=r"FailingOptimizer failed at matrix.*KeyError"):
+        worker.step()
+    worker.session.close()
+    # What was changed in part is in no snapshot.
+    (path,) = tmp_path.glob("*.snapshot")
+    before = path.read_bytes()
+
+    def is_free() -> bool:
+        return server.status().workers[0].state == "shut out"
+
+    wait_until(is_free, "the failed worker is shut out")
+    assert path.read_bytes() == before
+    worker = joined(stack, server, token=bytes(16))
+    worker.step()
+
+
+def test_a_server_that_is_away_for_long_is_found_again(stack: ExitStack, tmp_path: Path) -> None:
+    # More messages than ZeroMQ queues, while nobody reads them.
+    shapes = {f"scalar{number}": (1,) for number in range(2500)}
+    first = ParameterServer(snapshot=tmp_path)
+    port = int(first.address.rpartition(":")[2])
+    try:
+        worker = joined(stack, first, shapes=shapes, retry_seconds=0.05)
+        worker.step()
+    finally:
+        first.close()
+    worker.push()
+    link = worker.session._links[0]
+    wait_until(lambda: not link._client.is_writable, "the queue to the server is full")
+    again: list[ParameterServer] = []
+
+    def bind() -> bool:
+        try:
+            again.append(ParameterServer(port=port, snapshot=tmp_path))
+        except ConfigError:
+            return False
+        return True
+
+    wait_until(bind, "the port is free again")
+    stack.callback(again[0].close)
+    worker.land()
+    worker.step()
+    with ParameterServer() as server:
+        plain = joined(stack, server, shapes=shapes)
+        for _ in range(3):
+            plain.step()
+    for name, value in worker.parameters.items():
+        assert torch.equal(value, plain.parameters[name]), name
+
+
+def test_a_log_that_stays_full_ends_with_an_error(stack: ExitStack, tmp_path: Path) -> None:
+    server = stack.enter_context(ParameterServer(snapshot=tmp_path, snapshot_every="1h"))
+    worker = joined(stack, server, timeout=1.0, retry_seconds=0.1)
+    # Snapshots fail from now on.
+    server._files = None
+    with pytest.raises(PeerTimeoutError, match=r"log of .* is full"):
+        step_often(worker)
+
+
+def step_often(worker: Worker) -> None:
+    for _ in range(20):
+        worker.step()
