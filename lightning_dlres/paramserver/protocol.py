@@ -335,14 +335,29 @@ def tensor_of(dtype: str, shape: tuple[int, ...], data: memoryview) -> Tensor:
     Raises:
         ProtocolError: If the dtype is unknown, or the number of bytes does not fit.
     """
+    tensor = empty_tensor(dtype, shape, len(data))
+    byte_array(tensor)[:] = np.frombuffer(data, np.uint8)
+    return tensor
+
+
+def empty_tensor(dtype: str, shape: tuple[int, ...], nbytes: int | None = None) -> Tensor:
+    """Return a tensor without values.
+
+    Args:
+        dtype: Name of its dtype.
+        shape: Its shape.
+        nbytes: Bytes that it must have; None for any.
+
+    Raises:
+        ProtocolError: If the dtype or the shape is not possible, or the number of bytes does not
+            fit.
+    """
     kind = _DTYPES.get(dtype)
     if kind is None or len(shape) > MAX_DIMENSIONS or min(shape, default=0) < 0:
         raise ProtocolError(f"a tensor of dtype {dtype!r} and {len(shape)} dimensions.")
-    if math.prod(shape) * kind.itemsize != len(data):
-        raise ProtocolError(f"{len(data)} bytes for {dtype} of shape {shape}.")
-    flat = torch.empty(len(data) // kind.itemsize, dtype=kind)
-    byte_array(flat)[:] = np.frombuffer(data, np.uint8)
+    if nbytes is not None and math.prod(shape) * kind.itemsize != nbytes:
+        raise ProtocolError(f"{nbytes} bytes for {dtype} of shape {shape}.")
     try:
-        return flat.view(shape)
+        return torch.empty(shape, dtype=kind)
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise ProtocolError(f"a tensor of shape {shape}.") from error
+        raise ProtocolError(f"no memory for {dtype} of shape {shape}.") from error

@@ -120,22 +120,8 @@ class Shard:
         value = _state_value(load.dtype, load.shape, data)
         self._optimizers.load_state(state.key, state.parameter, load.state, value)
 
-    def restore_optimizer_state(
-        self, state: KeyState, name: str, dtype: str, shape: tuple[int, ...], data: memoryview
-    ) -> None:
-        """Set a part of a key's optimizer state from a snapshot, which is not doubted.
-
-        Args:
-            state: State of the key.
-            name: Name of the part.
-            dtype: Name of its dtype; "" for a number, as msgpack.
-            shape: Its shape.
-            data: Its bytes.
-
-        Raises:
-            ProtocolError: If the data does not fit.
-        """
-        value = _state_value(dtype, shape, data)
+    def set_optimizer_state(self, state: KeyState, name: str, value: Any) -> None:
+        """Set a part of a key's optimizer state from a snapshot, which is not doubted."""
         self._optimizers.set_state(state.key, state.parameter, name, value)
 
     def optimizer_state(self, state: KeyState) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import queue
 import struct
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,7 +32,7 @@ from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.paramserver.execute.server.job_workers import JobWorkerRecord
 from lightning_dlres.paramserver.execute.server.key_state import KeyState
 from lightning_dlres.paramserver.execute.server.shard import Shard
-from lightning_dlres.paramserver.protocol import JobSetup
+from lightning_dlres.paramserver.protocol import JobSetup, empty_tensor
 
 _MAGIC = b"DLRESPS1"
 # Length and CRC-32 of a header.
@@ -342,7 +342,7 @@ def _read(file: BinaryIO, members: _WorkerFile | None, now: float) -> Shard:
     keys = 0
     while keys < len(shard.states):
         record = from_msgpack(_header(file), _KeyRecord)
-        _restore(shard, record, list(_data(file, record.tensors)))
+        _restore(shard, record, file)
         keys += 1
     if from_msgpack(_header(file), _End).keys != keys or file.read(1):
         raise ValueError("a wrong number of keys")
@@ -361,33 +361,38 @@ def _header(file: BinaryIO) -> bytes:
     return header
 
 
-def _data(file: BinaryIO, tensors: Sequence[_Tensor]) -> Iterator[bytes]:
-    for tensor in tensors:
-        data = file.read(tensor.nbytes)
-        if len(data) < tensor.nbytes:
-            raise ValueError("the data of a key is cut off")
-        yield data
+def _restore(shard: Shard, record: _KeyRecord, file: BinaryIO) -> None:
+    """Read the tensors of a key to where they stay.
 
-
-def _restore(shard: Shard, record: _KeyRecord, data: list[bytes]) -> None:
+    Buffers in between would leave holes among thousands of tensors, which no later one fills.
+    """
     state, crc32 = shard.state_of(record.key), 0
-    for part in data:
-        crc32 = zlib.crc32(part, crc32)
-    if crc32 != record.crc32 or len(record.applied) != len(state.applied):
+    if len(record.applied) != len(state.applied):
+        raise ValueError(f"the record of {state.key} is damaged")
+    tensors = []
+    for part in record.tensors:
+        tensor = _target(state, part)
+        target = byte_array(tensor)
+        if len(target) != part.nbytes or file.readinto(target.data) != part.nbytes:  # type: ignore[attr-defined]
+            raise ValueError(f"the data of {state.key} is cut off")
+        crc32 = zlib.crc32(target.data, crc32)
+        tensors.append((part, tensor))
+    if crc32 != record.crc32:
         raise ValueError(f"the data of {state.key} is damaged")
-    for tensor, part in zip(record.tensors, data, strict=True):
-        view = memoryview(part)
-        if tensor.is_state:
-            shard.restore_optimizer_state(state, tensor.name, tensor.dtype, tensor.shape, view)
-        elif tensor.name == _PARAMETER:
-            state.set_value(view)
-            state.loaded = True
-        else:
-            byte_array(state.gradient)[:] = bytearray(part)
-            state.has_previous = True
+    for part, tensor in tensors:
+        if part.is_state:
+            shard.set_optimizer_state(state, part.name, tensor)
     for name, value in record.numbers.items():
-        shard.restore_optimizer_state(
-            state, name, "", (), memoryview(msgspec.msgpack.encode(value))
-        )
+        shard.set_optimizer_state(state, name, value)
     state.applied[:], state.durable[:] = record.applied, record.applied
-    state.updates, state.applied_norm = record.updates, record.norm
+    state.updates, state.applied_norm, state.loaded = record.updates, record.norm, True
+
+
+def _target(state: KeyState, part: _Tensor) -> Tensor:
+    """Return the tensor whose memory gets a part of a key."""
+    if part.is_state:
+        return empty_tensor(part.dtype, part.shape)
+    if part.name == _PARAMETER:
+        return state.parameter.detach()
+    state.has_previous = True
+    return state.gradient
