@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,25 @@ from lightning_dlres.core.arrays import byte_array
 from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.plan.keys import Key
+
+
+class RetiredValues:
+    """Memory of former values of parameters, which ZeroMQ may still send.
+
+    It is used again for later values. If it were freed, the allocator would often not find a use
+    for the hole that it leaves among thousands of tensors.
+    """
+
+    def __init__(self) -> None:
+        self._retired: dict[object, deque[tuple[Tensor, list[zmq.MessageTracker]]]] = {}
+
+    def replace(self, value: Tensor, trackers: list[zmq.MessageTracker]) -> Tensor:
+        """Return a copy of a value, whose memory is free once all trackers are done."""
+        retired = self._retired.setdefault((value.dtype, value.shape), deque())
+        is_free = bool(retired) and all(tracker.done for tracker in retired[0][1])
+        copy = retired.popleft()[0] if is_free else torch.empty_like(value)
+        retired.append((value, trackers))
+        return copy.copy_(value)
 
 
 @dataclass
@@ -47,6 +67,7 @@ class KeyState:
         clip_value: Bound of the merged gradient's elements; 0 for none.
         has_previous: True if `gradient` holds the previous value of the parameter.
         loaded: True once the initial value has arrived.
+        retired: Memory of former values, shared by the keys of a server.
     """
 
     key: Key
@@ -66,12 +87,18 @@ class KeyState:
     clip_value: float = 0.0
     has_previous: bool = False
     loaded: bool = False
+    retired: RetiredValues = field(default_factory=RetiredValues)
     _crc32: int | None = None
     _sent: list[zmq.MessageTracker] = field(default_factory=list)
 
     @classmethod
-    def new(cls, key: Key, workers: int) -> KeyState:
+    def new(cls, key: Key, workers: int, retired: RetiredValues | None = None) -> KeyState:
         """Return the state of a key without a value.
+
+        Args:
+            key: The key.
+            workers: Number of workers.
+            retired: Memory of former values of all keys; None for one of its own.
 
         Raises:
             ProtocolError: If the key's description contradicts itself.
@@ -97,6 +124,7 @@ class KeyState:
             gradient=gradient,
             applied=[0] * workers,
             durable=[0] * workers,
+            retired=retired or RetiredValues(),
         )
 
     def payload(self) -> NDArray[np.uint8]:
@@ -126,8 +154,8 @@ class KeyState:
         """Move the value to other memory if ZeroMQ may still send the old one."""
         self._crc32 = None
         if any(not tracker.done for tracker in self._sent):
-            self.parameter.data = self.parameter.data.clone()
-        self._sent.clear()
+            self.parameter.data = self.retired.replace(self.parameter.data, self._sent)
+        self._sent = []
 
     def add(self, data: memoryview, codec: GradientCodec | None, *, is_first: bool) -> None:
         """Add a pushed gradient to the merged one, or put it there if it is the first."""

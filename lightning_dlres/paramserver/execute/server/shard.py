@@ -23,7 +23,11 @@ from lightning_dlres.paramserver.execute.server.consistency import (
     Synchronous,
 )
 from lightning_dlres.paramserver.execute.server.job_workers import JobWorkerRecord, JobWorkers
-from lightning_dlres.paramserver.execute.server.key_state import KeyState, as_tensor
+from lightning_dlres.paramserver.execute.server.key_state import (
+    KeyState,
+    RetiredValues,
+    as_tensor,
+)
 from lightning_dlres.paramserver.execute.server.optimizers import ServerOptimizers
 from lightning_dlres.paramserver.gradient_codecs import codec_of, job_codec
 
@@ -70,7 +74,8 @@ class Shard:
         self.setup, self.is_started, self._is_persistent = setup, False, is_persistent
         self.failure = ""
         self.members = JobWorkers(setup.workers, setup.worker_deadline, records, now)
-        self.states = {key.index: KeyState.new(key, setup.workers) for key in setup.keys}
+        retired = RetiredValues()
+        self.states = {key.index: KeyState.new(key, setup.workers, retired) for key in setup.keys}
         parameters = [self.states[key.index].parameter for key in setup.keys]
         self._optimizers = ServerOptimizers(setup.optimizers, setup.keys, parameters)
         try:
