@@ -101,7 +101,7 @@ def test_a_log_that_stays_full_ends_with_an_error(stack: ExitStack, tmp_path: Pa
     server = stack.enter_context(ParameterServer(snapshot=tmp_path, snapshot_every="1h"))
     worker = joined(stack, server, timeout=1.0, retry_seconds=0.1)
     # Snapshots fail from now on.
-    server._files = None
+    server._snapshots._files = None
     with pytest.raises(PeerTimeoutError, match=r"log of .* is full"):
         step_often(worker)
 
