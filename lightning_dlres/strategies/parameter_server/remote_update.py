@@ -23,6 +23,7 @@ from lightning_dlres.paramserver.execute.server.optimizers import wire_options
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession, norm_scale
 from lightning_dlres.paramserver.setup.model_keys import ModelKeys
 from lightning_dlres.strategies.parameter_server.clipping import Clipping
+from lightning_dlres.strategies.parameter_server.edited_parameters import EditedParameters
 
 
 class RemoteUpdates:
@@ -46,6 +47,8 @@ class RemoteUpdates:
     ) -> None:
         self._session, self._keys, self._optimizers = session, keys, tuple(optimizers)
         self._clipping, self._may_push_early = clipping, may_push_early
+        self._edits = EditedParameters(keys.parameters)
+        self._edits.remember()
         # Gradients of this step that were pushed in backward, with their versions.
         self._pushed: dict[nn.Parameter, tuple[Tensor, int]] = {}
         # Gradients that the optimizer must not see.
@@ -118,17 +121,20 @@ class RemoteUpdates:
                 loss = closure()
             args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
         self._keys.require_known(optimizer)
+        self._require_unedited()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._require_unchanged()
-        # In the order in which backward makes gradients, as far as that is known.
+        # In the order in which backward makes gradients, as far as that is known. Other workers
+        # wait for a parameter that is trained, also if it has no gradient here.
         for parameter in reversed(parameters):
-            if parameter not in self._pushed:
+            if parameter.requires_grad and parameter not in self._pushed:
                 self._push(parameter)
         max_norm = self._clipping.of(optimizer).max_norm
         if max_norm is not None:
             self._session.commit(norm_scale(self._session.wait_merged(), max_norm))
         self._session.wait()
         self._session.land()
+        self._edits.remember()
         self._pushed.clear()
         self._options.clear()
         self._clipping.forget(optimizer)
@@ -136,6 +142,20 @@ class RemoteUpdates:
         for parameter, _ in self._hidden:
             parameter.grad = None
         return args, kwargs
+
+    def are_edited(self) -> bool:
+        """Return True if other code has changed parameters since the last step."""
+        return bool(self._edits.names())
+
+    def _require_unedited(self) -> None:
+        names = self._edits.names()
+        if names:
+            more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            raise UnsupportedStepError(
+                f"parameter {names[0]}{more} changed between two steps, but servers hold the "
+                "parameters, and the change would be lost. Change parameters only through the "
+                "optimizer, or use another strategy."
+            )
 
     def _require_unchanged(self) -> None:
         """Raise if code has changed what was pushed already.

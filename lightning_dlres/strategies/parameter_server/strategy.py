@@ -306,9 +306,9 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         super().on_train_end()
         if self._session is None or self._keys is None or self._connection is None:
             return
-        # The pushes of all ranks are in the parameters now.
-        self._connection.any_rank(False)
-        if self._options.consistency != BSP:
+        # A callback, such as weight averaging, may have put other weights there for good.
+        has_edits = self._updates is not None and self._updates.are_edited()
+        if not self._connection.any_rank(has_edits) and self._options.consistency != BSP:
             self._session.refresh()
         if self.is_global_zero:
             states = self._session.states()
