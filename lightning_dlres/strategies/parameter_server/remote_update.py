@@ -20,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dlres.core._compat import version_of
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.paramserver.execute.server.optimizers import wire_options
+from lightning_dlres.paramserver.execute.worker.edited_parameters import EditedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession, norm_scale
 from lightning_dlres.paramserver.setup.model_keys import ModelKeys
 from lightning_dlres.strategies.parameter_server.clipping import Clipping
-from lightning_dlres.strategies.parameter_server.edited_parameters import EditedParameters
 
 
 class RemoteUpdates:

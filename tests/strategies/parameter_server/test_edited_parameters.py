@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
-from lightning_dlres.strategies.parameter_server.edited_parameters import (
+from lightning_dlres.paramserver.execute.worker.edited_parameters import (
     EditedParameters,
     bit_sum,
 )
