@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -220,6 +221,7 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         self._end_session()
         connection, options = self._connection, self._options
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
+        _refuse_callbacks(self._module.trainer, self._module)
         codec = options.made_codec()
         if codec is not None and not codec.suits_adam:
             fix = "an optimizer such as SGD"
@@ -365,6 +367,29 @@ def _broadcast_from_rank_0(tensor: Tensor) -> None:
     data = tensor.contiguous().clone()
     dist.broadcast(data, 0)
     tensor.copy_(data)
+
+
+def _refuse_callbacks(trainer: Trainer, module: nn.Module) -> None:
+    """Raise at the start if a callback would fail late.
+
+    Raises:
+        ConfigError: If a callback adds parameters to an optimizer, or trains on with weights that
+            it has put there.
+    """
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    has_batch_norm = any(isinstance(m, kinds) for m in module.modules())
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(callback).__name__
+        if isinstance(callback, BaseFinetuning):
+            raise ConfigError(
+                "callbacks must not add parameters to the optimizer with a parameter server, got "
+                f"{name}. Give the optimizer all parameters, and change their requires_grad."
+            )
+        if isinstance(callback, StochasticWeightAveraging) and has_batch_norm:
+            raise ConfigError(
+                f"{name} must not be used with BatchNorm and a parameter server: its last epoch "
+                "would lose the averaged weights. Use WeightAveraging."
+            )
 
 
 def _gradients_are_seen(trainer: Trainer, module: nn.Module) -> bool:

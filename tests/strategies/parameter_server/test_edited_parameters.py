@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from torch import nn
 
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.paramserver.execute.worker.edited_parameters import (
     EditedParameters,
     bit_sum,
 )
+from lightning_dlres.strategies.parameter_server.strategy import _refuse_callbacks
 from tests.strategies.parameter_server.test_training import Regression, distance, fit
 from tests.support.rank_pool import RankContext, RankFailure, RankPool
 
@@ -93,6 +96,16 @@ def fit_and_compare(context: RankContext) -> None:
 
     result = fit(context, {"consistency": "asp"}, callbacks=(Watched,), max_epochs=4, **ARGUMENTS)
     assert distance(result["weights"], averages[0]) == 0
+
+
+def test_callbacks_that_would_fail_late_are_refused() -> None:
+    trainer: Any = SimpleNamespace(callbacks=[BackboneFinetuning()])
+    with pytest.raises(ConfigError, match="must not add parameters"):
+        _refuse_callbacks(trainer, nn.Linear(1, 1))
+    trainer = SimpleNamespace(callbacks=[AverageWeights()])
+    _refuse_callbacks(trainer, nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="with BatchNorm"):
+        _refuse_callbacks(trainer, nn.Sequential(nn.BatchNorm1d(1)))
 
 
 @given(

@@ -299,8 +299,8 @@ class ServerLink:
         if kind == protocol.FENCED:
             raise PeerLostError(
                 f"{self.name} has shut this process out: it was silent for longer than the "
-                "deadline of workers, or another process has taken its place. Start the worker "
-                "again; it then rejoins."
+                "deadline of workers, or another process has taken its place. Start it again; a "
+                "Trainer resumes from a checkpoint."
             )
         if kind in (protocol.VALUE, protocol.MERGED, protocol.WAITING, protocol.BEHIND):
             self._handle_key(message, now)
