@@ -6,9 +6,7 @@ import argparse
 import contextlib
 import importlib
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +15,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from lightning_dlres.cli.serving import (
+    add_key_options,
+    add_serving_options,
+    require_both,
+    stop_event,
+)
 from lightning_dlres.core.errors import ConfigError, DlresError, got_expected
 from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.core.units import format_bytes, parse_seconds
-from lightning_dlres.core.wire.keys import create_keys, load_keys, load_public_key
+from lightning_dlres.core.wire.keys import load_keys, load_public_key
 
 if TYPE_CHECKING:
     from lightning_dlres.paramserver.execute.status_client import ServerSample
@@ -63,11 +67,7 @@ def serve_main() -> int:
 def _serve(settings: argparse.Namespace) -> int:
     if settings.shards < 1:
         raise ConfigError(got_expected("--shards", settings.shards, "at least 1", "--shards 2"))
-    if (settings.key is None) != (not settings.allow):
-        missing, given = ("--key", "--allow") if settings.key is None else ("--allow", "--key")
-        raise ConfigError(
-            f"{given} must be given together with {missing}, got only {given}. Pass both."
-        )
+    require_both("--key", settings.key is not None, "--allow", bool(settings.allow))
     if settings.snapshot is not None and not settings.port:
         # A server finds its snapshot by its port.
         raise ConfigError("--port must be given with --snapshot, got 0. Use --port 5600.")
@@ -77,9 +77,7 @@ def _serve(settings: argparse.Namespace) -> int:
 
     for name in settings.optimizer:
         _register(name)
-    stopped = threading.Event()
-    for stop_signal in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop_signal, lambda *_: stopped.set())
+    stopped = stop_event()
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(
@@ -147,13 +145,8 @@ def _register(name: str) -> None:
 
 def _status(settings: argparse.Namespace) -> int:
     interval = parse_seconds(settings.interval, "--interval")
-    if (settings.key is None) != (settings.server_key is None):
-        missing, given = (
-            ("--key", "--server-key") if settings.key is None else ("--server-key", "--key")
-        )
-        raise ConfigError(
-            f"{given} must be given together with {missing}, got only {given}. Pass both."
-        )
+    has_keys = settings.key is not None, settings.server_key is not None
+    require_both("--key", has_keys[0], "--server-key", has_keys[1])
     from lightning_dlres.paramserver.execute.status_client import StatusClient
     from lightning_dlres.paramserver.report.status_tables import status_tables
 
@@ -168,9 +161,7 @@ def _status(settings: argparse.Namespace) -> int:
         if settings.once:
             print(status_tables(samples))
             return 0 if all(sample.status is not None for sample in samples) else 1
-        stopped = threading.Event()
-        for stop_signal in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(stop_signal, lambda *_: stopped.set())
+        stopped = stop_event()
         console = Console()
         with Live(console=console, auto_refresh=False) as live:
             before: Sequence[ServerSample] = ()
@@ -183,12 +174,6 @@ def _status(settings: argparse.Namespace) -> int:
                 if stopped.wait(interval):
                     break
                 before, samples = samples, client.ask(_STATUS_SECONDS)
-    return 0
-
-
-def _keygen(settings: argparse.Namespace) -> int:
-    public, secret = create_keys(settings.directory, settings.name)
-    print(f"Wrote {secret} (keep it on this host) and {public} (copy it to the other side).")
     return 0
 
 
@@ -206,12 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         "goes on when it is started again with the same arguments.",
     )
     serve.add_argument("--shards", type=int, default=1, help="servers in this process (1)")
-    serve.add_argument(
-        "--bind", default="127.0.0.1", help="numeric address to listen on (127.0.0.1); 0.0.0.0: all"
-    )
-    serve.add_argument(
-        "--port", type=int, default=_PORT, help=f"port of server 0 ({_PORT}); server m has port + m"
-    )
+    add_serving_options(serve, _PORT, "server", "workers")
     serve.add_argument("--snapshot", type=Path, metavar="DIR", help="directory of snapshots")
     serve.add_argument(
         "--snapshot-every", default="30s", metavar="TIME", help="time between snapshots (30s)"
@@ -222,19 +202,6 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="MODULE:CLASS",
         help="let workers use an optimizer class that is not torch's; may be repeated",
-    )
-    serve.add_argument(
-        "--key",
-        type=Path,
-        help="secret key file (NAME.key_secret): encrypt, and admit only the keys of --allow",
-    )
-    serve.add_argument(
-        "--allow", type=Path, nargs="+", default=[], help="files of workers' public keys"
-    )
-    serve.add_argument(
-        "--insecure",
-        action="store_true",
-        help="without keys, serve every host that can reach the --bind address",
     )
     serve.set_defaults(run=_serve)
 
@@ -249,7 +216,5 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(run=_status)
 
     keys = commands.add_parser("keygen", help="write a pair of CURVE keys")
-    keys.add_argument("name", help="name of the host or job")
-    keys.add_argument("--directory", type=Path, default=Path(), help="directory to write to (.)")
-    keys.set_defaults(run=_keygen)
+    add_key_options(keys)
     return parser

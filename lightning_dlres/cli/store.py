@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lightning_dlres.cli.serving import (
+    add_key_options,
+    add_serving_options,
+    require_both,
+    stop_event,
+)
 from lightning_dlres.core.errors import ConfigError, DlresError, StorageError, got_expected
 from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes
-from lightning_dlres.core.wire.keys import create_keys, load_keys, load_public_key
+from lightning_dlres.core.wire.keys import load_keys, load_public_key
 from lightning_dlres.prefetch.storage.listings import is_url, open_reader
 from lightning_dlres.prefetch.storage.readers import Reader
 from lightning_dlres.prefetch.storage.source_options import (
@@ -77,20 +81,14 @@ def serve_main() -> int:
 def _serve(settings: argparse.Namespace) -> int:
     if settings.nodes < 1:
         raise ConfigError(got_expected("--nodes", settings.nodes, "at least 1", "--nodes 4"))
-    if (settings.key is None) != (not settings.allow):
-        missing, given = ("--key", "--allow") if settings.key is None else ("--allow", "--key")
-        raise ConfigError(
-            f"{given} must be given together with {missing}, got only {given}. Pass both."
-        )
+    require_both("--key", settings.key is not None, "--allow", bool(settings.allow))
     # Imported here because only this command needs sockets.
     from lightning_dlres.core.wire.server import public_address
     from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 
     indices = range(settings.nodes) if settings.node is None else [settings.node]
     reader = _open(settings)
-    stopped = threading.Event()
-    for stop_signal in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop_signal, lambda *_: stopped.set())
+    stopped = stop_event()
     with contextlib.ExitStack() as stack:
         nodes = [
             stack.enter_context(
@@ -204,12 +202,6 @@ def _verify(settings: argparse.Namespace) -> int:
     return 1 if num_damaged else 0
 
 
-def _keys(settings: argparse.Namespace) -> int:
-    public, secret = create_keys(settings.directory, settings.name)
-    print(f"Wrote {secret} (keep it on this host) and {public} (copy it to the other side).")
-    return 0
-
-
 @contextlib.contextmanager
 def _progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
     """Context manager that shows a progress bar and yields a function that updates it.
@@ -245,30 +237,12 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("source", help=source_help)
     serve.add_argument("--nodes", type=int, default=1, help="number of storage nodes (1)")
     serve.add_argument("--node", type=int, help="index of the node to run (default: all)")
-    serve.add_argument(
-        "--bind", default="127.0.0.1", help="numeric address to listen on (127.0.0.1); 0.0.0.0: all"
-    )
-    serve.add_argument(
-        "--port", type=int, default=_PORT, help=f"port of node 0 ({_PORT}); node m has port + m"
-    )
+    add_serving_options(serve, _PORT, "node", "clients")
     serve.add_argument(
         "--read-threads", type=int, default=4, help="requests read at once by each node (4)"
     )
     serve.add_argument(
         "--emulate-delay", default="0s", help="delay of each request (0s); for benchmarks"
-    )
-    serve.add_argument(
-        "--key",
-        type=Path,
-        help="secret key file (NAME.key_secret): encrypt, and admit only the keys of --allow",
-    )
-    serve.add_argument(
-        "--allow", type=Path, nargs="+", default=[], help="files of clients' public keys"
-    )
-    serve.add_argument(
-        "--insecure",
-        action="store_true",
-        help="without keys, serve every host that can reach the --bind address",
     )
     serve.set_defaults(run=_serve)
 
@@ -302,7 +276,5 @@ def _parser() -> argparse.ArgumentParser:
         )
 
     keys = commands.add_parser("keys", help="write a pair of CURVE keys")
-    keys.add_argument("name", help="name of the host or job")
-    keys.add_argument("--directory", type=Path, default=Path(), help="directory to write to (.)")
-    keys.set_defaults(run=_keys)
+    add_key_options(keys)
     return parser

@@ -120,7 +120,7 @@ class Push(KeyRequest, frozen=True, kw_only=True, array_like=True):
         has_gradient: False if the parameter has no gradient in this step.
         is_held: True if the update waits for a `Commit`.
         clip_value: Bound of the merged gradient's elements; 0 for none.
-        base: Number from which the worker's process has begun. Earlier pushes are nobody's debt.
+        base: Number from which the worker's process has begun. It does not send earlier pushes.
     """
 
     options: bytes

@@ -1,4 +1,4 @@
-"""DDPStrategy whose errors name the rank that was lost.
+"""DDPStrategy whose ranks are joined by a `Connection`, and whose errors name a lost rank.
 
 Lightning sums logs, gathers predictions and waits at barriers with collectives of torch, and so may
 the layers of a model. If a rank is lost, the error of such a collective names no rank.
@@ -10,20 +10,65 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dlres.strategies.connection import Connection
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.strategies.connection import Connection, require_script
 
 _T = TypeVar("_T")
 
 
 class NamedFailuresStrategy(DDPStrategy):
-    """DDPStrategy that raises a `PeerError` in the place of the errors of torch's collectives."""
+    """DDPStrategy that raises a `PeerError` in the place of the errors of torch's collectives.
+
+    Subclasses set `_wait_seconds`, the time that a rank waits for another.
+    """
 
     _connection: Connection | None = None
+    _wait_seconds: float
+
+    @property
+    def tracer(self) -> Tracer:
+        """Recorder of this rank's tasks as spans."""
+        raise NotImplementedError
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        require_script(self.cluster_environment, self.num_processes)
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        if self._process_group_backend is None and self.root_device.type == "cuda":
+            # Small messages between the ranks, and those of the mailbox, lie on the CPU.
+            self._process_group_backend = "cpu:gloo,cuda:nccl"
+        super().setup_environment()
+        self._connection = self._connect()
+
+    def _connect(self) -> Connection:
+        assert self.cluster_environment is not None
+        names = [f"rank {rank}" for rank in range(self.world_size)]
+        return Connection(
+            names, self.cluster_environment, self.num_nodes, self._wait_seconds, self.tracer
+        )
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._connection is not None and not isinstance(exception, SIGTERMException):
+            # A collective that the user's code has called may be broken by another rank.
+            self._connection.announce_failure(self._connection.reason_of(exception))
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     def _naming_lost_ranks(self) -> AbstractContextManager[None]:
         """Context manager that gives errors of torch's collectives the name of the lost rank."""

@@ -11,13 +11,14 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.paramserver.execute.server.optimizers import optimizer_name, wire_options
+from benchmarks.support.parameter_server.jobs import float32_keys, setup_of
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
-from lightning_dlres.paramserver.plan.keys import Key, ParameterInfo, make_keys
-from lightning_dlres.paramserver.protocol import OptimizerSetup
+from lightning_dlres.paramserver.plan.keys import Key
 
+# Largest number of bytes of a key: small, so that small models have several.
+_KEY_BYTES = 16 << 10
 TOKEN = b"a job for testing"[:16]
 # Shapes of the parameters of a small model.
 SHAPES = MappingProxyType({"matrix": (100, 50), "bias": (50,), "empty": (0, 3)})
@@ -67,29 +68,12 @@ def job_of(
     servers: Sequence[str], optimizer: torch.optim.Optimizer, keys: Sequence[Key], **options: Any
 ) -> Job:
     """Return the job of worker 0; `options` are further fields of `Job`, or `optimizer_name`."""
-    group = wire_options(optimizer.param_groups[0], optimizer.defaults)
-    name = options.pop("optimizer_name", optimizer_name(type(optimizer)))
-    setup = OptimizerSetup(name=name, groups=[group])
+    setup = setup_of(optimizer)
+    name = options.pop("optimizer_name", setup.name)
+    setup = msgspec.structs.replace(setup, name=name)
     arguments: dict[str, Any] = {"token": TOKEN, "worker": 0, "workers": 1, "timeout": 30.0}
     arguments |= options
     return Job(servers=servers, keys=keys, optimizers=[setup], **arguments)
-
-
-def keys_of(parameters: dict[str, Tensor], servers: int, key_bytes: int = 16 << 10) -> list[Key]:
-    """Return the keys of parameters that one optimizer updates element by element."""
-    infos = [
-        ParameterInfo(
-            name=name,
-            shape=tuple(one.shape),
-            dtype="float32",
-            itemsize=4,
-            optimizer=0,
-            group=0,
-            is_divisible=True,
-        )
-        for name, one in parameters.items()
-    ]
-    return list(make_keys(infos, servers, key_bytes))
 
 
 def new_worker(
@@ -107,7 +91,7 @@ def new_worker(
         name: torch.randn(shape, generator=generator) for name, shape in shapes.items()
     }
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.01, momentum=0.9)
-    keys = keys_of(parameters, len(servers))
+    keys = float32_keys(parameters, len(servers), _KEY_BYTES)
     job = job_of(servers, optimizer, keys, **options)
     encoded = msgspec.msgpack.encode(job.optimizers[0].groups[0])
     return Worker(job, parameters, encoded, WorkerSession(job, KeyedParameters(parameters)))

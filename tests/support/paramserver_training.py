@@ -14,20 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
+from benchmarks.support.parameter_server.jobs import float32_keys, packed_options, setup_of
 from lightning_dlres.core.arrays import byte_array
 from lightning_dlres.core.errors import PeerLostError
 from lightning_dlres.core.wire.endpoint import Client
 from lightning_dlres.paramserver import protocol
-from lightning_dlres.paramserver.execute.server.optimizers import optimizer_name, wire_options
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession, norm_scale
-from lightning_dlres.paramserver.plan.keys import Key, ParameterInfo, make_keys
+from lightning_dlres.paramserver.plan.keys import Key
 
 # Samples of a step, which the workers share.
 _SAMPLES = 12
@@ -93,27 +92,13 @@ def batch(step: int, worker: int, workers: int) -> tuple[Tensor, Tensor]:
 
 def model_keys(model: nn.Module, servers: int) -> tuple[Key, ...]:
     """Return the keys of a model of float32 parameters."""
-    infos = [
-        ParameterInfo(
-            name=name,
-            shape=tuple(parameter.shape),
-            dtype="float32",
-            itemsize=4,
-            optimizer=0,
-            group=0,
-            is_divisible=True,
-        )
-        for name, parameter in model.named_parameters()
-    ]
-    return make_keys(infos, servers, _KEY_BYTES)
+    return float32_keys(dict(model.named_parameters()), servers, _KEY_BYTES)
 
 
 def adamw(model: nn.Module) -> tuple[protocol.OptimizerSetup, bytes]:
     """Return AdamW for the servers, and its options for a push."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = wire_options(optimizer.param_groups[0], optimizer.defaults)
-    setup = protocol.OptimizerSetup(name=optimizer_name(torch.optim.AdamW), groups=[options])
-    return setup, msgspec.msgpack.encode(options)
+    return setup_of(optimizer), packed_options(optimizer)
 
 
 def train(order: WorkerOrder) -> bytes:

@@ -13,8 +13,31 @@ from lightning_dlres.paramserver.execute.server.optimizers import optimizer_name
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
-from lightning_dlres.paramserver.plan.keys import ParameterInfo, make_keys
+from lightning_dlres.paramserver.plan.keys import Key, ParameterInfo, make_keys
 from lightning_dlres.paramserver.protocol import OptimizerSetup
+
+
+def float32_keys(parameters: Mapping[str, Tensor], servers: int, key_bytes: int) -> tuple[Key, ...]:
+    """Return the keys of parameters in float32 that one optimizer updates element by element."""
+    infos = [
+        ParameterInfo(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype="float32",
+            itemsize=4,
+            optimizer=0,
+            group=0,
+            is_divisible=True,
+        )
+        for name, parameter in parameters.items()
+    ]
+    return make_keys(infos, servers, key_bytes)
+
+
+def setup_of(optimizer: torch.optim.Optimizer) -> OptimizerSetup:
+    """Return an optimizer with one group, as servers make it."""
+    group = wire_options(optimizer.param_groups[0], optimizer.defaults)
+    return OptimizerSetup(name=optimizer_name(type(optimizer)), groups=[group])
 
 
 def open_session(
@@ -37,26 +60,13 @@ def open_session(
         key_bytes: Largest number of bytes of a key.
         options: Other options of `Job`.
     """
-    infos = [
-        ParameterInfo(
-            name=name,
-            shape=tuple(parameter.shape),
-            dtype="float32",
-            itemsize=4,
-            optimizer=0,
-            group=0,
-            is_divisible=True,
-        )
-        for name, parameter in parameters.items()
-    ]
-    group = wire_options(optimizer.param_groups[0], optimizer.defaults)
     job = Job(
         token=token,
         worker=worker,
         workers=workers,
         servers=servers,
-        keys=make_keys(infos, len(servers), key_bytes),
-        optimizers=[OptimizerSetup(name=optimizer_name(type(optimizer)), groups=[group])],
+        keys=float32_keys(parameters, len(servers), key_bytes),
+        optimizers=[setup_of(optimizer)],
         **options,
     )
     session = WorkerSession(job, KeyedParameters(parameters))

@@ -91,7 +91,7 @@ class StatusClient:
         client = self._clients[address]
         try:
             while True:
-                # What was received already is read, even after the deadline.
+                # Read received messages even after the deadline.
                 message = client.receive(max(0.0, deadline - time.monotonic()))
                 if message is not None and message.sequence == sequence:
                     status = message.decode(ServerStatus)

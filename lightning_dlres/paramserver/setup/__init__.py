@@ -1,1 +1,1 @@
-"""What a run needs to begin: options, the keys of a model, its optimizer state."""
+"""Inputs of a run: options, the keys of a model, and its optimizer state."""

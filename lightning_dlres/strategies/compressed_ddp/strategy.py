@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -45,10 +45,8 @@ from lightning_dlres.strategies.compressed_ddp.report_sections import sync_secti
 from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder
 from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader, length_of
 from lightning_dlres.strategies.connection import (
-    Connection,
     announcing_failures,
     check_backend,
-    require_script,
 )
 from lightning_dlres.strategies.few_bits import unwrapped
 from lightning_dlres.strategies.named_failures import NamedFailuresStrategy
@@ -139,7 +137,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self._sync_timeout = timeout_seconds(timeout)
+        self._wait_seconds = timeout_seconds(timeout)
         check_backend(process_group_backend)
         if bucket_cap_mb is not None:
             finite("bucket_cap_mb", bucket_cap_mb, "bucket_cap_mb=25", above=True)
@@ -155,7 +153,7 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=self._sync_timeout),
+            timeout=timedelta(seconds=self._wait_seconds),
             find_unused_parameters=flag("find_unused_parameters", find_unused_parameters),
             static_graph=flag("static_graph", static_graph),
             bucket_cap_mb=bucket_cap_mb,
@@ -190,8 +188,8 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         return self._state
 
     @property
+    @override
     def tracer(self) -> Tracer:
-        """Recorder of this rank's tasks as spans."""
         return self._state.tracer
 
     def report_sections(self, run: MeasuredRun) -> ReportSections | None:
@@ -200,29 +198,12 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         return sync_sections(self._state, run, None if decision is None else decision.prediction)
 
     @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        require_script(self.cluster_environment, self.num_processes)
-        super()._configure_launcher()
-
-    @override
     def setup_environment(self) -> None:
-        if self._process_group_backend is None and self.root_device.type == "cuda":
-            # Small messages between the ranks, and those of the mailbox, lie on the CPU.
-            self._process_group_backend = "cpu:gloo,cuda:nccl"
         shares = self._share_samples
         if isinstance(shares, list) and len(shares) != self.world_size:
             rule = f"one number per rank ({self.world_size})"
             raise ConfigError(got_expected("share_samples", shares, rule, "share_samples='speed'"))
         super().setup_environment()
-        self._connection = self._connect()
-
-    def _connect(self) -> Connection:
-        assert self.cluster_environment is not None
-        names = [f"rank {rank}" for rank in range(self.world_size)]
-        return Connection(
-            names, self.cluster_environment, self.num_nodes, self._sync_timeout, self.tracer
-        )
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -424,13 +405,6 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         return checkpoint
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self._connection is not None and not isinstance(exception, SIGTERMException):
-            # A collective that the user's code has called may be broken by another rank.
-            self._connection.announce_failure(self._connection.reason_of(exception))
-
-    @override
     def teardown(self) -> None:
         self._uneven_loaders.clear()
         connection, self._connection = self._connection, None
@@ -443,8 +417,3 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
             if connection is not None:
                 connection.close()
             super().teardown()
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module

@@ -16,7 +16,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -40,7 +39,6 @@ from lightning_dlres.strategies.connection import (
     Connection,
     announcing_failures,
     check_backend,
-    require_script,
 )
 from lightning_dlres.strategies.few_bits import unwrapped, warn_about_few_bits
 from lightning_dlres.strategies.named_failures import NamedFailuresStrategy
@@ -160,7 +158,7 @@ class ParameterServerStrategy(NamedFailuresStrategy):
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=self._wait_seconds),
         )
-        self.tracer = Tracer()
+        self._tracer = Tracer()
         self._hosted: HostedServers | None = None
         self._session: WorkerSession | None = None
         self._updates: RemoteUpdates | None = None
@@ -170,26 +168,14 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         self._accumulates = False
 
     @property
+    @override
+    def tracer(self) -> Tracer:
+        return self._tracer
+
+    @property
     def session(self) -> WorkerSession | None:
         """Session of this rank with the servers; None outside of training."""
         return self._session
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        require_script(self.cluster_environment, self.num_processes)
-        super()._configure_launcher()
-
-    @override
-    def setup_environment(self) -> None:
-        if self._process_group_backend is None and self.root_device.type == "cuda":
-            self._process_group_backend = "cpu:gloo,cuda:nccl"
-        super().setup_environment()
-        assert self.cluster_environment is not None
-        names = [f"rank {rank}" for rank in range(self.world_size)]
-        self._connection = Connection(
-            names, self.cluster_environment, self.num_nodes, self._wait_seconds, self.tracer
-        )
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -340,12 +326,6 @@ class ParameterServerStrategy(NamedFailuresStrategy):
             hosted.close()
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self._connection is not None and not isinstance(exception, SIGTERMException):
-            self._connection.announce_failure(self._connection.reason_of(exception))
-
-    @override
     def teardown(self) -> None:
         connection, self._connection = self._connection, None
         try:
@@ -354,11 +334,6 @@ class ParameterServerStrategy(NamedFailuresStrategy):
             if connection is not None:
                 connection.close()
             super().teardown()
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
 
 def _broadcast_from_rank_0(tensor: Tensor) -> None:

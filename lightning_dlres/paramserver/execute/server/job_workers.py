@@ -13,13 +13,13 @@ import msgspec
 
 from lightning_dlres.paramserver.protocol import Request
 
-# A server that did not look for so many seconds was paused itself; silence in that time counts for
-# nobody.
+# A server that did not look for so many seconds was paused itself; silence in that time does not
+# count.
 _OWN_PAUSE_SECONDS = 2.0
 
 
 class JobWorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a restarted server must know of a worker."""
+    """Record of a worker for a restarted server."""
 
     incarnation: int
     is_shut_out: bool

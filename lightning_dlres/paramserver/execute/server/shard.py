@@ -253,7 +253,7 @@ class Shard:
         try:
             self._optimizers.update(state.key, state.parameter, state.options)
         except ProtocolError as error:
-            # The parameter may have changed in part: nobody may have it, or put it in a snapshot.
+            # The parameter may have changed in part: do not send it, or put it in a snapshot.
             self.failure = str(error)
             raise
         finally:

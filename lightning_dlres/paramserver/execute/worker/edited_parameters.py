@@ -1,6 +1,6 @@
 """Detection of parameters that other code has changed.
 
-The servers hold the parameters. What a rank writes to its own ones would be lost with the next
+The servers hold the parameters. Changes of a rank to its own copy would be lost with the next
 values, without a word, and its gradients would be those of other weights. Frozen parameters get no
 values, so code may change them; that shows when they are trained again.
 """

@@ -28,8 +28,8 @@ from lightning_dlres.paramserver.execute.sending_waits import SendingWait
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
 from lightning_dlres.paramserver.execute.worker.push_log import NOT_COMMITTED, LogEntry
 
-# Bytes of pushes that ZeroMQ holds at a time. With more, workers that push at unlike times would
-# send their keys in unlike orders, and every key waits for the last worker.
+# Bytes of pushes that ZeroMQ holds at a time. With more, workers that push at different times would
+# send their keys in different orders, and every key waits for the last worker.
 _IN_FLIGHT_BYTES = 2 << 20
 # Requests without an answer at a time.
 _MAX_REQUESTS = 8
@@ -38,7 +38,7 @@ _IDLE_SECONDS = 0.25
 # Queries in one look, and the largest factor by which the time between two queries grows.
 _MAX_QUERIES, _MAX_BACKOFF = 32, 8
 # Answers that ask for pushes that are not in the log, before the worker gives up. A late message
-# may ask for some that nobody needs any more.
+# may ask for pushes that are not needed any more.
 _MAX_UNANSWERABLE = 20
 # Longest text of a server in an error, in bytes, and the most workers that an error names.
 _MAX_TEXT, _MAX_NAMED = 2000, 8
@@ -360,7 +360,7 @@ class ServerLink:
             one = self._exchange.keys[version.key]
             self._exchange.log.note_durable(version.key, version.durable)
             if self._exchange.owed_after(version.key, version.number) < one.number:
-                # What was merged may be lost, too.
+                # The server may have lost its merged gradient, too.
                 one.is_merged, one.is_unconfirmed = False, not one.is_awaited
                 one.touched, one.queries = -math.inf, 0
 

@@ -336,5 +336,5 @@ def norm_scale(norms: Mapping[int, float], max_norm: float) -> float:
     # Unlike math.fsum, sum allows an infinite total.
     total = math.sqrt(sum(norms[key] for key in sorted(norms)))
     factor = max_norm / (total + 1e-6)
-    # torch makes all gradients NaN if one is, so that nobody trains on with the others.
+    # torch makes all gradients NaN if one is. The loss then shows it in the next step.
     return factor if math.isnan(factor) else min(1.0, factor)

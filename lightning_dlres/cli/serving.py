@@ -1,0 +1,79 @@
+"""Parts of the commands that serve other hosts: their options, keys and end."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from pathlib import Path
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.wire.keys import create_keys
+
+
+def add_serving_options(parser: argparse.ArgumentParser, port: int, name: str, peers: str) -> None:
+    """Add the options of an address and of keys.
+
+    Args:
+        parser: Parser of the command.
+        port: Default port of the first one.
+        name: Name of what is served by one port, such as "node".
+        peers: Name of those who connect, such as "clients".
+    """
+    parser.add_argument(
+        "--bind", default="127.0.0.1", help="numeric address to listen on (127.0.0.1); 0.0.0.0: all"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=port,
+        help=f"port of {name} 0 ({port}); {name} m has port + m",
+    )
+    parser.add_argument(
+        "--key",
+        type=Path,
+        help="secret key file (NAME.key_secret): encrypt, and admit only the keys of --allow",
+    )
+    parser.add_argument(
+        "--allow", type=Path, nargs="+", default=[], help=f"files of {peers}' public keys"
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="without keys, serve every host that can reach the --bind address",
+    )
+
+
+def require_both(first: str, has_first: bool, second: str, has_second: bool) -> None:
+    """Raise unless both of two options are given, or none.
+
+    Raises:
+        ConfigError: If only one is given.
+    """
+    if has_first != has_second:
+        given, missing = (first, second) if has_first else (second, first)
+        raise ConfigError(
+            f"{given} must be given together with {missing}, got only {given}. Pass both."
+        )
+
+
+def stop_event() -> threading.Event:
+    """Return an event that ^C and SIGTERM set from now on."""
+    stopped = threading.Event()
+    for stop_signal in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop_signal, lambda *_: stopped.set())
+    return stopped
+
+
+def add_key_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that writes keys, which is `write_keys`."""
+    parser.add_argument("name", help="name of the host or job")
+    parser.add_argument("--directory", type=Path, default=Path(), help="directory to write to (.)")
+    parser.set_defaults(run=write_keys)
+
+
+def write_keys(settings: argparse.Namespace) -> int:
+    """Write a pair of keys, and return the exit status."""
+    public, secret = create_keys(settings.directory, settings.name)
+    print(f"Wrote {secret} (keep it on this host) and {public} (copy it to the other side).")
+    return 0
