@@ -15,12 +15,12 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
+from lightning_dlres.core.device.gpu import Gpu, gpu_of
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.memory.config import OffloaderConfig
 from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.bitwise_check import BitwiseCheck
 from lightning_dlres.memory.execute.engine import OffloadEngine
-from lightning_dlres.memory.execute.transfer.gpu import Gpu, gpu_of
 from lightning_dlres.memory.measurements import StepMeasurements
 from lightning_dlres.memory.module_patches import NO_PATCHES, ModulePatches, without_patches_of
 from lightning_dlres.memory.plan.plan import MemoryPlan

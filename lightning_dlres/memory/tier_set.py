@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from lightning_dlres.core.device.copiers import Copier, StreamCopier
+from lightning_dlres.core.device.gpu import Gpu
 from lightning_dlres.memory.config import OffloaderConfig, TierConfig
-from lightning_dlres.memory.execute.transfer.copiers import Copier, DirectCopier, StreamCopier
-from lightning_dlres.memory.execute.transfer.gpu import Gpu
+from lightning_dlres.memory.execute.transfer.direct_copier import DirectCopier
 from lightning_dlres.memory.execute.transfer.tiers import GrowingTier, SlabTier
 from lightning_dlres.memory.profile.links import measure_link
 from lightning_dlres.memory.profile.step_profile import TierLink

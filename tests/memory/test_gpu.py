@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.codecs import ZeroValue
+from lightning_dlres.core.device.copiers import StreamCopier
+from lightning_dlres.core.device.gpu import CudaGpu
 from lightning_dlres.memory.config import ACTIONS, MemoryConfig
 from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.byte_counter import ByteCounter
@@ -18,8 +20,6 @@ from lightning_dlres.memory.execute.policy import Placement
 from lightning_dlres.memory.execute.saved_storage import SavedStorage
 from lightning_dlres.memory.execute.seen_storages import SeenStorages
 from lightning_dlres.memory.execute.spans import span_of
-from lightning_dlres.memory.execute.transfer.copiers import StreamCopier
-from lightning_dlres.memory.execute.transfer.gpu import CudaGpu
 from lightning_dlres.memory.execute.transfer.tiers import SlabTier
 from lightning_dlres.memory.offloader import Offloader
 from tests.support.models import Block

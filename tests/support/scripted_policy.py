@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_dlres.core.device.copiers import Copier, PendingCopy
 from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.engine import OffloadEngine
 from lightning_dlres.memory.execute.policy import Placement
 from lightning_dlres.memory.execute.reuse.function import MemoryOwner
 from lightning_dlres.memory.execute.saved_storage import SavedStorage
 from lightning_dlres.memory.execute.spans import ByteSpan
-from lightning_dlres.memory.execute.transfer.copiers import Copier, DirectCopier, PendingCopy
+from lightning_dlres.memory.execute.transfer.direct_copier import DirectCopier
 from lightning_dlres.memory.execute.transfer.tiers import SlabTier
 
 TIER_BYTES = 16 << 20

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
-from lightning_dlres.core.device_stream import DeviceStream, stream_beside
+from lightning_dlres.core.device.stream_beside import DeviceStream, stream_beside
 from lightning_dlres.core.errors import PeerError, PeerTimeoutError, ProtocolError, text_of
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_seconds

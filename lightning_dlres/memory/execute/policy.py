@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from lightning_dlres.core.device.copiers import Copier
+from lightning_dlres.core.device.gpu import Gpu
 from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.spans import ByteSpan
-from lightning_dlres.memory.execute.transfer.copiers import Copier, DirectCopier
-from lightning_dlres.memory.execute.transfer.gpu import Gpu
+from lightning_dlres.memory.execute.transfer.direct_copier import DirectCopier
 from lightning_dlres.memory.execute.transfer.tiers import Tier
 
 if TYPE_CHECKING:

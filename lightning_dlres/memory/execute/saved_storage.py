@@ -22,14 +22,15 @@ from lightning_dlres.core._compat import (
     version_witness,
     with_counter_of,
 )
+from lightning_dlres.core.device.copiers import Copier, PendingCopy
+from lightning_dlres.core.device.gpu import Gpu
 from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.byte_counter import ByteCounter
 from lightning_dlres.memory.execute.compression import elements_of, storage_codec
 from lightning_dlres.memory.execute.policy import Placement
 from lightning_dlres.memory.execute.seen_storages import SeenStorage
 from lightning_dlres.memory.execute.spans import ByteSpan, View, view_of
-from lightning_dlres.memory.execute.transfer.copiers import Copier, DirectCopier, PendingCopy
-from lightning_dlres.memory.execute.transfer.gpu import Gpu
+from lightning_dlres.memory.execute.transfer.direct_copier import DirectCopier
 from lightning_dlres.memory.execute.transfer.gpu_compression import GpuCompression
 from lightning_dlres.memory.execute.transfer.tiers import Allocation
 

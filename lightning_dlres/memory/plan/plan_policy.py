@@ -15,13 +15,13 @@ from math import inf
 
 from torch import Tensor
 
+from lightning_dlres.core.device.copiers import Copier
+from lightning_dlres.core.device.gpu import Gpu
 from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.byte_counter import ByteCounter
 from lightning_dlres.memory.execute.policy import Placement
 from lightning_dlres.memory.execute.saved_storage import SavedStorage
 from lightning_dlres.memory.execute.spans import ByteSpan, dtype_name
-from lightning_dlres.memory.execute.transfer.copiers import Copier
-from lightning_dlres.memory.execute.transfer.gpu import Gpu
 from lightning_dlres.memory.execute.transfer.tiers import Tier
 from lightning_dlres.memory.plan.plan import MemoryPlan, StorageDecision
 

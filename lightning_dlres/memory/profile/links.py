@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from lightning_dlres.core.device.copiers import Copier
+from lightning_dlres.core.device.gpu import Gpu
 from lightning_dlres.core.host.slab import aligned
-from lightning_dlres.memory.execute.transfer.copiers import Copier
-from lightning_dlres.memory.execute.transfer.gpu import Gpu
 from lightning_dlres.memory.execute.transfer.tiers import SlabTier
 from lightning_dlres.memory.profile.step_profile import TierLink
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_dlres.core._compat import profiler_is_on
+from lightning_dlres.core.device.gpu import Gpu
 from lightning_dlres.core.wire.decoding import from_json
-from lightning_dlres.memory.execute.transfer.gpu import Gpu
 
 # Function that returns the tensors on the device before a step.
 ResidentTensors = Callable[[], Iterable[Tensor]]

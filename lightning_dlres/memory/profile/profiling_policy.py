@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.codecs import decode
+from lightning_dlres.core.device.gpu import Gpu
 from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.byte_counter import ByteCounter
 from lightning_dlres.memory.execute.compression import elements_of, storage_codec
 from lightning_dlres.memory.execute.policy import Placement
 from lightning_dlres.memory.execute.saved_storage import SavedStorage
 from lightning_dlres.memory.execute.spans import ByteSpan, dtype_name
-from lightning_dlres.memory.execute.transfer.gpu import Gpu
 from lightning_dlres.memory.execute.transfer.tiers import Tier
 from lightning_dlres.memory.profile.layer_record import LayerRecord
 from lightning_dlres.memory.profile.meter import MemoryMeter, MemoryTrace, ResidentTensors

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.codecs import ZeroValue
 from lightning_dlres.core._compat import LiveBytes
+from lightning_dlres.core.device.copiers import StreamCopier
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.host.slab import Slab, aligned
 from lightning_dlres.kernels import zvc
@@ -29,7 +30,6 @@ from lightning_dlres.memory.execute.policy import Placement
 from lightning_dlres.memory.execute.saved_storage import SavedStorage
 from lightning_dlres.memory.execute.seen_storages import SeenStorages
 from lightning_dlres.memory.execute.spans import span_of
-from lightning_dlres.memory.execute.transfer.copiers import StreamCopier
 from lightning_dlres.memory.execute.transfer.tiers import SlabTier
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.profile.links import measure_copy_rate, measure_link

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_dlres.core.device.copiers import PendingCopy, StreamCopier
 from lightning_dlres.memory.execute.transfer import tiers
-from lightning_dlres.memory.execute.transfer.copiers import PendingCopy, StreamCopier
 from lightning_dlres.memory.execute.transfer.tiers import Allocation, SlabTier
 from tests.support.examples import examples
 from tests.support.fake_gpu import FakeGpu, FakeStream, latest, soonest

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from lightning_dlres.codecs import Codec, Encoded
-from lightning_dlres.memory.execute.transfer.gpu import Gpu
+from lightning_dlres.core.device.gpu import Gpu
 
 # Alignment of a codec's output in bytes; the capacity is rounded up to a multiple of it.
 _ALIGNMENT = 8

@@ -1,6 +1,6 @@
 """Streams, events and memory counters of a GPU.
 
-The protocol `Gpu` has only the calls that `lightning_dlres.memory` needs. `CudaGpu`
+The protocol `Gpu` has only the calls that this package needs. `CudaGpu`
 implements it with torch.cuda; tests use an implementation on the CPU.
 """
 

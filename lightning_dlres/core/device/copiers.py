@@ -1,4 +1,4 @@
-"""Copiers of bytes between the device and a tier: blocking, or on GPU streams of their own."""
+"""Copies of bytes between the device and host memory or a disk, on GPU streams of their own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_dlres.kernels.copying import copy_past_cache
-from lightning_dlres.memory.execute.transfer.gpu import Gpu, GpuEvent, Stream
+from lightning_dlres.core.device.gpu import Gpu, GpuEvent, Stream
 
 
 class PendingCopy(Protocol):
@@ -38,33 +37,6 @@ class Copier(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until all copies are done."""
-
-
-class _DoneCopy:
-    def wait(self) -> None:
-        pass
-
-
-_DONE = _DoneCopy()
-
-
-class DirectCopier:
-    """Copier that blocks the host until each copy is done."""
-
-    overlaps = False
-
-    def to_tier(self, source: Tensor, target: Tensor) -> PendingCopy:
-        copy_past_cache(target, source)
-        return _DONE
-
-    def to_device(self, source: Tensor, device: torch.device) -> tuple[Tensor, PendingCopy]:
-        data = torch.empty(source.numel(), dtype=torch.uint8, device=device)
-        # An ordinary copy, not `copy_past_cache`: backward reads the data from the cache at once.
-        data.copy_(source)
-        return data, _DONE
-
-    def synchronize(self) -> None:
-        pass
 
 
 class StreamCopier:

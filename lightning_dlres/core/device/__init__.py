@@ -1,0 +1,1 @@
+"""Streams and copies of the device that trains."""
