@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from lightning_dlres.callbacks.host_parameters import parameters_on_host
 from lightning_dlres.callbacks.offloading import MemoryBudget
 from lightning_dlres.callbacks.open_step import OpenStep
 from lightning_dlres.core.errors import ConfigError
@@ -45,12 +46,13 @@ class ParameterMirror(Callback):
     gradients leave as soon as they are made. The first steps learn the order of the layers and
     their times; a plan then fetches each layer ahead of its use.
 
-    The device must be the CPU so far: the window is memory of the process, and the region is of use
-    as a file.
+    On a GPU, the region is pinned host memory, and copies run while the GPU computes. On a CPU, the
+    window is memory of the process, and the region is of use as a file.
 
-    Gradients and weights are bitwise equal to those of plain training with the same optimizer. With
-    the strategy `dlres_parameter_server`, the histories are on the servers, and new parameters
-    arrive in the region.
+    Gradients and weights are those of plain training with the same optimizer, bitwise on a CPU. On
+    a GPU they differ by rounding, since the processor updates the parameters. With the strategy
+    `dlres_parameter_server`, the histories are on the servers, and new parameters arrive in the
+    region.
 
     Args:
         window: Bytes of parameters on the device at once. "auto": the smallest window whose
@@ -68,8 +70,8 @@ class ParameterMirror(Callback):
 
     Raises:
         ConfigError: If an argument has a bad value; when training or evaluation starts, if the
-            strategy is neither for a single device nor `dlres_parameter_server`, if the device is
-            not the CPU, or if a parameter cannot be moved.
+            strategy is neither for a single device nor `dlres_parameter_server` on CPUs, if the
+            device is neither a CPU nor a CUDA GPU, or if a parameter cannot be moved.
     """
 
     def __init__(
@@ -89,11 +91,13 @@ class ParameterMirror(Callback):
         self._open_step = OpenStep()
         # Context in which the model is made.
         self._construction = ExitStack()
+        # Context of a run on a GPU.
+        self._run = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         # The state of a run cannot be pickled, and must not reach another process.
-        own = {"mirror": None, "_open_step": OpenStep(), "_construction": ExitStack()}
-        return {**self.__dict__, **own}
+        stacks = {"_construction": ExitStack(), "_run": ExitStack()}
+        return {**self.__dict__, **stacks, "mirror": None, "_open_step": OpenStep()}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -103,9 +107,15 @@ class ParameterMirror(Callback):
                 "the strategy must be one for a single device, or dlres_parameter_server, for "
                 f"ParameterMirror, got {type(strategy).__name__}. Use Trainer(devices=1)."
             )
-        if strategy.root_device.type != "cpu":
+        kind = strategy.root_device.type
+        if kind == "cuda" and isinstance(strategy, SingleDeviceStrategy):
+            self._run.close()
+            self._run.enter_context(parameters_on_host(strategy))
+            _keep_scale_on_host(trainer)
+        elif kind != "cpu":
             raise ConfigError(
-                f"the device must be the CPU for ParameterMirror, got {strategy.root_device}. Use "
+                "the device must be the CPU, or a CUDA GPU in a strategy for a single device, for "
+                f"ParameterMirror, got {strategy.root_device} in {type(strategy).__name__}. Use "
                 'Trainer(accelerator="cpu").'
             )
         directory = self._config.directory()
@@ -188,6 +198,7 @@ class ParameterMirror(Callback):
     ) -> None:
         # Lightning calls no `teardown` after an exception.
         self._close()
+        self._run.close()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -197,6 +208,7 @@ class ParameterMirror(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
+        self._run.close()
 
     def _open(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the mirror of this run, unless there is one; a step that is open ends."""
@@ -255,6 +267,17 @@ def gradients_are_free(trainer: Trainer, pl_module: LightningModule) -> bool:
         and type(trainer.precision_plugin) in (Precision, DoublePrecision)
         and len(trainer.optimizers) == 1
     )
+
+
+def _keep_scale_on_host(trainer: Trainer) -> None:
+    """Let the precision's loss scaler, if any, keep its scale where the gradients are.
+
+    A scaler makes its scale on the device of the first tensor that it scales. It would copy one
+    from the GPU to gradients in host memory, and not wait for the copy.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if isinstance(scaler, torch.amp.GradScaler):
+        scaler.scale(torch.ones(()))
 
 
 def _put_before_offloading(mirror: ParameterMirror, trainer: Trainer) -> None:

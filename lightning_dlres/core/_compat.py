@@ -362,8 +362,55 @@ def is_view(tensor: Tensor) -> bool:
 
 def is_in_backward() -> bool:
     """Return True if this thread runs autograd's backward; torch has no public test."""
+    return backward_number() != -1
+
+
+def backward_number() -> int:
+    """Return the number of the backward that runs in this thread, -1 without one.
+
+    torch has no public name for it.
+    """
     task = getattr(torch._C, "_current_graph_task_id", None)
-    return task is not None and int(task()) != -1
+    return -1 if task is None else int(task())
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the running backward has computed all gradients.
+
+    The call must come from inside of backward. There is no public way to be told of its end.
+    """
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(function)
+
+
+def has_other_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Return True if a parameter has more than one hook that gets its accumulated gradient.
+
+    torch has no public way to list them.
+    """
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return hooks is not None and len(hooks) > 1
+
+
+@contextmanager
+def parameter_reads(note: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Context manager that calls a function with each parameter that is read from its module.
+
+    Modules find their parameters in `__getattr__`, since they are no ordinary attributes. Torch has
+    no public way to learn of such a read.
+    """
+    find: Any = nn.Module.__getattr__
+
+    def read(module: nn.Module, name: str) -> Any:
+        value = find(module, name)
+        if type(value) is nn.Parameter:
+            note(value)
+        return value
+
+    nn.Module.__getattr__ = read  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__getattr__ = find  # type: ignore[method-assign]
 
 
 def graph_is_kept() -> bool:

@@ -12,12 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dlres.core._compat import data_reads, storage_owner_count
+from lightning_dlres.core._compat import data_reads, parameter_reads, storage_owner_count
+from lightning_dlres.core.device.clock import clock_of
+from lightning_dlres.core.device.copiers import StreamCopier
+from lightning_dlres.core.device.gpu import Gpu, gpu_of
 from lightning_dlres.core.saved_tensors import claiming
 from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.mirror.config import AUTO, MirrorConfig
-from lightning_dlres.mirror.execute.fetching import Fetcher, ThreadFetcher
-from lightning_dlres.mirror.execute.gradients import GradientHooks
+from lightning_dlres.mirror.execute.fetching import Fetcher, StreamFetcher, ThreadFetcher
+from lightning_dlres.mirror.execute.gpu_gradients import GpuGradientHooks
+from lightning_dlres.mirror.execute.gradients import GradientHooks, MovedGradients
 from lightning_dlres.mirror.execute.module_hooks import hook_modules
 from lightning_dlres.mirror.execute.optimizer_history import HistoryInMirror
 from lightning_dlres.mirror.execute.policies import PlannedWindow, ProfiledWindow
@@ -50,6 +54,7 @@ class Mirror:
         optimizers: Optimizers of its parameters; none for evaluation.
         config: Options.
         device: Device that computes.
+        gpu: GPU of the device; None for the one that torch knows, if it is one.
 
     Attributes:
         units: Units of the model.
@@ -72,32 +77,40 @@ class Mirror:
         optimizers: Sequence[Optimizer],
         config: MirrorConfig,
         device: torch.device,
+        gpu: Gpu | None = None,
     ) -> None:
         self._model, self._config, self._optimizers = model, config, tuple(optimizers)
+        gpu = gpu_of(device) if gpu is None else gpu
         self.units = find_units(model)
         histories = [planned_history(optimizer) for optimizer in optimizers]
         self.table = _table(self.units, histories)
-        self._region = MirrorRegion(self.table.nbytes, config.directory())
+        directory = config.directory()
+        is_pinned = gpu is not None and directory is None
+        self._region = MirrorRegion(self.table.nbytes, directory, pinned=is_pinned)
         places = self._places(histories)
         self.aliased: list[str] = []
         values = self._move_parameters(places)
-        self._fetcher: Fetcher = ThreadFetcher()
+        copier = None if gpu is None else StreamCopier(gpu, timed=True)
+        fetcher: Fetcher = ThreadFetcher() if copier is None else StreamFetcher(copier)
         self.window = Window(
             self.units,
             self._unit_memories(places),
-            self._fetcher,
+            fetcher,
             device,
             limit=config.limit(),
+            clock=clock_of(gpu),
             next_use=lambda unit: self._policy.next_use(unit),
         )
         self._policy: ProfiledWindow | PlannedWindow = ProfiledWindow(self.window)
-        self._streaming = ParameterStreaming(self.units, values, self.window, self._policy)
+        self._on_gpu = gpu is not None
+        self._streaming = ParameterStreaming(
+            self.units, values, self.window, self._policy, changes_device=self._on_gpu
+        )
         needed = units_by_module(model, self.units)
         self._handles = hook_modules(needed, self._streaming)
-        self._gradients = GradientHooks(
+        self._gradients = self._gradient_hooks(
             {p: places["gradient", n] for _, n, p in self._named() if ("gradient", n) in places},
-            self._streaming.gradient_arrived,
-            self._start_update,
+            copier,
         )
         # Before the hooks of others, which then see the gradients in their places.
         self._gradients.attach(model.parameters())
@@ -108,7 +121,8 @@ class Mirror:
                 self.units,
                 self._history_places(history, places),
                 wants_fused=config.fused,
-                before_step=self._updates.wait,
+                before_step=self._prepare_update,
+                always_prepares=self._on_gpu,
                 is_layerwise=lambda: self._gradients.is_layerwise,
             )
             for optimizer, history in zip(optimizers, histories, strict=True)
@@ -144,19 +158,22 @@ class Mirror:
             ProfiledWindow(self.window) if plan is None else PlannedWindow(self.window, plan)
         )
         self._streaming.observer = self._policy
-        self.window.fetch_times.clear()
+        self.window.forget_times()
         is_layerwise = is_free and plan is not None and self.may_be_layerwise
         self._gradients.is_layerwise = self._streaming.forbids_late_uses = is_layerwise
-        self._has_idle_processor = torch.get_num_threads() < len(os.sched_getaffinity(0))
+        num_processors = len(os.sched_getaffinity(0))
+        self._has_idle_processor = self._on_gpu or torch.get_num_threads() < num_processors
         self._gradients.attach(self._model.parameters())
         with ExitStack() as stack:
             stack.enter_context(claiming(self._streaming))
             stack.enter_context(data_reads(self._streaming.expose))
+            if self._on_gpu:
+                stack.enter_context(parameter_reads(self._streaming.borrow))
             stack.enter_context(self._saved_tensors.hooks(self._model.parameters()))
             try:
                 yield
             finally:
-                self._updates.wait()
+                self._prepare_update()
         self._learn(key, plan, is_training)
 
     def is_of(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
@@ -182,6 +199,7 @@ class Mirror:
         self.is_open = False
         for handle in self._handles:
             handle.remove()
+        self._streaming.return_borrowed()
         self._gradients.close()
         for history in self._histories:
             history.close()
@@ -214,7 +232,6 @@ class Mirror:
     def _learn(self, key: Hashable, plan: WindowPlan | None, is_training: bool) -> None:
         """Make a plan from the step that has ended, if there is none that fits it."""
         record = self._policy.record
-        gaps = record.gaps()
         self.window.drop_all()
         if isinstance(self._policy, PlannedWindow):
             assert plan is not None
@@ -232,14 +249,38 @@ class Mirror:
         profile = MirrorProfile(
             nbytes=tuple(unit.nbytes for unit in self.units),
             events=tuple(record.events),
-            gaps=gaps,
-            fetch=fetch_cost(self.window.fetch_times),
+            gaps=record.gaps(),
+            fetch=fetch_cost([(n, copy.seconds()) for n, copy in self.window.fetches]),
         )
         is_auto = self._config.window == AUTO
         plan = choose_window(profile) if is_auto else plan_window(profile, self._config.limit())
         self._plans[key] = plan
         if is_training:
             self.profile, self.plan = profile, plan
+
+    def _gradient_hooks(
+        self, places: dict[nn.Parameter, Tensor], copier: StreamCopier | None
+    ) -> MovedGradients:
+        arrived = self._streaming.gradient_arrived
+        if copier is None:
+            return GradientHooks(places, arrived, self._start_update)
+        return GpuGradientHooks(
+            places,
+            copier,
+            device=self.window.device,
+            limit=max((unit.nbytes for unit in self.units), default=0),
+            arrived=arrived,
+            update=self._start_update,
+            ended=self._streaming.return_borrowed,
+        )
+
+    def _prepare_update(self) -> None:
+        """Wait for updates and gradients on their way; all parameters are in the mirror then."""
+        try:
+            self._updates.wait()
+        finally:
+            self._gradients.settle()
+            self._streaming.return_borrowed()
 
     def _start_update(self, unit: int) -> None:
         """Update a unit whose gradients are complete, beside backward if a processor is idle."""
@@ -249,6 +290,7 @@ class Mirror:
             self._update(unit)
 
     def _update(self, unit: int) -> None:
+        self._gradients.settle(self.units[unit].parameters)
         for history in self._histories:
             history.update(self.units[unit].parameters)
 

@@ -1,4 +1,7 @@
-"""Training with `ParameterMirror` equals plain training, bit by bit."""
+"""Training with `ParameterMirror` equals plain training: on the CPU bit by bit, on a GPU closely.
+
+On a GPU, the processor updates the parameters, and its kernels round in another way.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,34 @@ from tests.support.mirror_models import (
 from tests.support.models import QUIET
 
 WINDOWS: list[int | str] = ["auto", "min", 6000]
+# Largest difference on a GPU, absolute and relative.
+GPU_TOLERANCE = 2e-3
+# The accelerator of the running test.
+WHERE = {"accelerator": "cpu"}
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)], autouse=True)
+def _accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WHERE, "accelerator", request.param)
+
+
+def assert_same(own: Any, expected: Any, name: str = "") -> None:
+    """Assert that tensors, numbers or lists of them are equal, or close on a GPU."""
+    if WHERE["accelerator"] == "cpu":
+        is_tensor = isinstance(own, Tensor)
+        assert torch.equal(own, expected) if is_tensor else own == expected, name
+        return
+    if isinstance(own, Tensor):
+        own, expected = own.cpu(), expected.cpu()
+    torch.testing.assert_close(own, expected, rtol=GPU_TOLERANCE, atol=GPU_TOLERANCE)
 
 
 def train(
     module: LightningModule, callbacks: list[Callback], *, epochs: int = 3, **options: Any
 ) -> Trainer:
-    """Train a module on the CPU."""
+    """Train a module on the accelerator of the test."""
     trainer = Trainer(
-        accelerator="cpu", max_epochs=epochs, callbacks=callbacks, **{**QUIET, **options}
+        devices=1, max_epochs=epochs, callbacks=callbacks, **{**WHERE, **QUIET, **options}
     )
     trainer.fit(module, data(), data(16))
     return trainer
@@ -59,22 +82,25 @@ def compare(
         trainer = train(module, [*own, *added], **options)
         results.append((module, trainer))
     (plain, plain_trainer), (ours, trainer) = results
-    assert ours.losses == plain.losses
+    assert_same(ours.losses, plain.losses)
     for (name, own), expected in zip(
         ours.state_dict().items(), plain.state_dict().values(), strict=True
     ):
-        assert torch.equal(own, expected), name
+        assert_same(own, expected, name)
     for optimizer, plain_optimizer in zip(
         trainer.optimizers, plain_trainer.optimizers, strict=True
     ):
         states = zip(tensors_of(optimizer), tensors_of(plain_optimizer), strict=True)
-        assert all(torch.equal(own, expected) for own, expected in states)
+        for own, expected in states:
+            assert_same(own, expected)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_all_kinds_of_networks_train_alike(network: str, window: int | str) -> None:
-    compare(lambda: Classifier(network), [ParameterMirror(window=window)])
+    # Where a gradient is zero but for rounding, AdamW turns the rounding into whole steps.
+    optimizer = "sgd" if WHERE["accelerator"] == "gpu" else "adamw"
+    compare(lambda: Classifier(network, optimizer), [ParameterMirror(window=window)])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -92,6 +118,8 @@ def test_all_kinds_of_networks_train_alike(network: str, window: int | str) -> N
 def test_all_kinds_of_optimizers_train_alike(
     optimizer: str, update: Any, options: dict[str, Any]
 ) -> None:
+    if WHERE["accelerator"] == "gpu" and optimizer == "lbfgs" and "gradient_clip_val" in options:
+        pytest.skip("it diverges, so all differences grow")
     compare(lambda: Classifier("twice", optimizer), [ParameterMirror(update=update)], **options)
 
 
@@ -271,8 +299,9 @@ def test_precisions_train_alike(precision: Any) -> None:
 
 def test_a_loss_scaler_works() -> None:
     def options() -> dict[str, Any]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        return {"plugins": MixedPrecision("16-mixed", "cpu", scaler=scaler)}
+        device = "cuda" if WHERE["accelerator"] == "gpu" else "cpu"
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=3)
+        return {"plugins": MixedPrecision("16-mixed", device, scaler=scaler)}
 
     seed_everything(3, verbose=False)
     plain = Classifier()
@@ -280,7 +309,7 @@ def test_a_loss_scaler_works() -> None:
     seed_everything(3, verbose=False)
     ours = Classifier()
     train(ours, [ParameterMirror()], **options())
-    assert ours.losses == plain.losses
+    assert_same(ours.losses, plain.losses)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -289,7 +318,10 @@ def test_activations_leave_the_device_in_the_same_trainer(is_first: bool) -> Non
         ParameterMirror(window="min"),
         ActivationOffload(budget="min", min_size=64),
     ]
-    compare(lambda: Classifier("tied embedding"), callbacks if is_first else callbacks[::-1])
+    optimizer = "sgd" if WHERE["accelerator"] == "gpu" else "adamw"
+    compare(
+        lambda: Classifier("tied embedding", optimizer), callbacks if is_first else callbacks[::-1]
+    )
 
 
 def test_checkpoints_are_those_of_plain_training(tmp_path: Path) -> None:
@@ -301,7 +333,7 @@ def test_checkpoints_are_those_of_plain_training(tmp_path: Path) -> None:
         checkpoints.append(torch.load(tmp_path / name, weights_only=False))
     plain, ours = checkpoints
     for name, value in plain["state_dict"].items():
-        assert torch.equal(value, ours["state_dict"][name])
+        assert_same(ours["state_dict"][name], value)
     # Each tensor is written by itself, not the whole region.
     sizes = [(tmp_path / name).stat().st_size for name in ("plain", "ours")]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.1)
@@ -309,11 +341,12 @@ def test_checkpoints_are_those_of_plain_training(tmp_path: Path) -> None:
     for callbacks, start in (([], "plain"), ([], "ours"), ([ParameterMirror()], "plain")):
         seed_everything(4, verbose=False)
         module = Classifier()
-        trainer = Trainer(accelerator="cpu", max_epochs=4, callbacks=callbacks, **QUIET)
+        trainer = Trainer(**WHERE, devices=1, max_epochs=4, callbacks=callbacks, **QUIET)
         trainer.fit(module, data(), data(16), ckpt_path=tmp_path / start)
         results.append(module.state_dict())
     for resumed in results[1:]:
-        assert all(torch.equal(resumed[name], value) for name, value in results[0].items())
+        for name, value in results[0].items():
+            assert_same(resumed[name], value)
 
 
 @pytest.mark.parametrize("task", ["validate", "test", "predict"])
@@ -322,12 +355,12 @@ def test_evaluation_streams_the_layers_too(task: str) -> None:
     plain = Classifier("tied embedding")
     ours = copy.deepcopy(plain)
     for module, callbacks in ((plain, []), (ours, [mirror := ParameterMirror(window="min")])):
-        trainer = Trainer(accelerator="cpu", callbacks=callbacks, **QUIET)
+        trainer = Trainer(**WHERE, devices=1, callbacks=callbacks, **QUIET)
         getattr(trainer, task)(module, data())
-    assert ours.losses == plain.losses
+    assert_same(ours.losses, plain.losses)
     assert len(ours.losses) == len(data())
     assert mirror.mirror is not None
-    assert 0 < mirror.mirror.window.peak_bytes < mirror.mirror.table.bytes_of("parameter")
+    assert 0 < mirror.mirror.window.peak_bytes < sum(u.nbytes for u in mirror.mirror.units)
 
 
 def test_the_report_shows_the_plan_beside_the_measurement(tmp_path: Path) -> None:
@@ -348,7 +381,8 @@ def test_one_callback_serves_several_fits() -> None:
         return module.state_dict()
 
     plain, ours = twice([]), twice([ParameterMirror()])
-    assert all(torch.equal(ours[name], value) for name, value in plain.items())
+    for name, value in plain.items():
+        assert_same(ours[name], value)
 
 
 def test_a_tensor_that_will_not_see_updates_is_named(recwarn: pytest.WarningsRecorder) -> None:
@@ -462,14 +496,15 @@ def test_training_goes_on_after_an_interrupted_step(update: Any) -> None:
     for callbacks in ([], [ParameterMirror(update=update)]):
         seed_everything(3, verbose=False)
         module = Interrupted("twice", "sgd")
-        trainer = Trainer(accelerator="cpu", max_epochs=2, callbacks=callbacks, **QUIET)
+        trainer = Trainer(**WHERE, devices=1, max_epochs=2, callbacks=callbacks, **QUIET)
         with pytest.raises(ValueError, match="interrupted"):
             trainer.fit(module, data(), data(16))
         module.interrupt_at = -1
         trainer.fit(module, data(), data(16))
         results.append((module.losses, module.state_dict()))
-    assert results[0][0] == results[1][0]
-    assert all(map(torch.equal, results[0][1].values(), results[1][1].values()))
+    assert_same(results[1][0], results[0][0])
+    for name, value in results[0][1].items():
+        assert_same(results[1][1][name], value)
 
 
 @pytest.mark.parametrize(
@@ -491,20 +526,21 @@ def test_a_model_trains_plainly_after_evaluation_and_pickling() -> None:
     for callbacks in ([], [ParameterMirror(window="min")]):
         seed_everything(3, verbose=False)
         module = Classifier()
-        trainer = Trainer(accelerator="cpu", callbacks=callbacks, **QUIET)
+        trainer = Trainer(**WHERE, devices=1, callbacks=callbacks, **QUIET)
         trainer.validate(module, data(), verbose=False)
         trainer = train(module, callbacks, epochs=1)
-        module = pickle.loads(pickle.dumps(module.network))
+        module = pickle.loads(pickle.dumps(module.network)).cpu()
         module(torch.ones(2, WIDTH)).sum().backward()
         results.append([p.grad for p in module.parameters()])
-    assert all(map(torch.equal, *results))
+    for expected, own in zip(*results, strict=True):
+        assert_same(own, expected)
 
 
 class Pickled(Callback):
     """The model is pickled amid training, and the copy is used."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        copied = pickle.loads(pickle.dumps(pl_module.network))
+        copied = pickle.loads(pickle.dumps(pl_module.network)).cpu()
         pl_module.losses.append(float(copied(torch.ones(2, WIDTH)).sum()))
 
 

@@ -64,6 +64,8 @@ def train(
 
     gradients: list[Tensor] = []
     for number in range(steps):
+        # Those of an earlier step would count as memory that the plan does not know.
+        gradients.clear()
         torch.manual_seed(number)
         if offloader is None:
             step()

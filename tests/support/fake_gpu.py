@@ -15,6 +15,7 @@ Two ways to compute:
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -75,8 +76,9 @@ class FakeStream:
         self.queue: deque[Callable[[], None] | FakeEvent] = deque()
 
     def put(self, work: Callable[[], None] | FakeEvent) -> None:
-        self.queue.append(work)
-        self.issued += 1
+        with self.gpu.lock:
+            self.queue.append(work)
+            self.issued += 1
         if self.in_step:
             self.gpu.reach(self.record_event())
         else:
@@ -126,6 +128,8 @@ class FakeGpu:
     def __init__(self, choose: Callable[[int], int] = latest, in_step: bool = False) -> None:
         self._choose = choose
         self.streams: list[FakeStream] = []
+        # Other threads may wait for events.
+        self.lock = threading.RLock()
         self._current = self.new_stream()
         self._current.in_step = in_step
         self.in_step = in_step
@@ -173,7 +177,7 @@ class FakeGpu:
     def copy(self, target: Tensor, source: Tensor) -> None:
         count = source.numel()
         assert target.numel() == count
-        if self._is_pinned(target) == self._is_pinned(source):
+        if count and self._is_pinned(target) == self._is_pinned(source):
             self.faults.append("a copy beside the computing needs pinned memory on one side")
         read, write = _CopyEnd(self, source), _CopyEnd(self, target)
         stream = self._current
@@ -240,26 +244,28 @@ class FakeGpu:
 
     def reach(self, event: FakeEvent) -> None:
         """Run what must run until an event."""
-        while not event.is_reached:
-            first = event.stream.queue[0]
-            if isinstance(first, FakeEvent):
-                self.reach(first)
-            event.stream.run_one()
+        with self.lock:
+            while not event.is_reached:
+                first = event.stream.queue[0]
+                if isinstance(first, FakeEvent):
+                    self.reach(first)
+                event.stream.run_one()
 
     def run_some(self) -> None:
         """Run what `choose` says."""
-        if self._is_running:
-            return
-        self._is_running = True
-        try:
-            waiting = sum(len(stream.queue) for stream in self.streams if not stream.in_step)
-            for _ in range(self._choose(waiting)):
-                ready = [stream for stream in self.streams if stream.can_run]
-                if not ready:
-                    break
-                ready[min(self._choose(len(ready) - 1), len(ready) - 1)].run_one()
-        finally:
-            self._is_running = False
+        with self.lock:
+            if self._is_running:
+                return
+            self._is_running = True
+            try:
+                waiting = sum(len(stream.queue) for stream in self.streams if not stream.in_step)
+                for _ in range(self._choose(waiting)):
+                    ready = [stream for stream in self.streams if stream.can_run]
+                    if not ready:
+                        break
+                    ready[min(self._choose(len(ready) - 1), len(ready) - 1)].run_one()
+            finally:
+                self._is_running = False
 
     def milliseconds(self) -> float:
         self._time += 1

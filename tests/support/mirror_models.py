@@ -187,10 +187,16 @@ def _adamw(module: nn.Module) -> Any:
     return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+def _adagrad(module: nn.Module) -> Any:
+    """Return Adagrad with its fused kernel, which only the CPU has."""
+    is_on_cpu = all(p.device.type == "cpu" for p in module.parameters())
+    return torch.optim.Adagrad(module.parameters(), lr=0.05, fused=is_on_cpu or None)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True),
     "adamw": _adamw,
-    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.05, fused=True),
+    "adagrad": _adagrad,
     "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, momentum=0.5),
     "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3),
 }

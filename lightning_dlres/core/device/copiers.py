@@ -20,6 +20,16 @@ class PendingCopy(Protocol):
         """Make the work that is issued from now on wait until the copy is done."""
 
 
+class StreamCopy(PendingCopy, Protocol):
+    """Copy on a stream of a GPU."""
+
+    def synchronize(self) -> None:
+        """Block the host until the copy is done."""
+
+    def seconds(self) -> float:
+        """Return the time that the copy took. The copier must be `timed`."""
+
+
 class Copier(Protocol):
     """Copier between the device and a tier.
 
@@ -50,41 +60,52 @@ class StreamCopier:
 
     Args:
         gpu: GPU that copies.
+        timed: True measures the time of each copy.
     """
 
     overlaps = True
 
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: Gpu, *, timed: bool = False) -> None:
+        self._gpu, self._timed = gpu, timed
         self._to_tier, self._to_device = _CopyQueue(gpu.new_stream()), _CopyQueue(gpu.new_stream())
         weakref.finalize(self, _drain, self._to_tier, self._to_device).atexit = False
 
-    def to_tier(self, source: Tensor, target: Tensor) -> PendingCopy:
+    def to_tier(self, source: Tensor, target: Tensor) -> StreamCopy:
         queue, home = self._to_tier, self._gpu.current_stream()
         # The source must have been computed, and the target's old bytes must have been read.
         queue.stream.wait_stream(home)
         for copy in self._to_device.overlapping(target):
             queue.stream.wait_event(copy.done)
-        with self._gpu.using(queue.stream):
-            self._gpu.copy(target, source)
-        copy = _CopyToTier(self._gpu, home, source, target, queue.stream.record_event())
-        return queue.add(copy)
+        began, done = self._run(queue, target, source)
+        return queue.add(_CopyToTier(self._gpu, home, source, target, began, done))
 
-    def to_device(self, source: Tensor, device: torch.device) -> tuple[Tensor, PendingCopy]:
-        queue, home = self._to_device, self._gpu.current_stream()
-        # Allocated on the home stream, which will use the data. Earlier work of that stream may
-        # still use this memory, so the copy waits for it.
+    def to_device(self, source: Tensor, device: torch.device) -> tuple[Tensor, StreamCopy]:
+        # Allocated on the home stream, which will use the data.
         data = self._gpu.empty(source.numel())
+        return data, self.fill(data, source)
+
+    def fill(self, target: Tensor, source: Tensor) -> StreamCopy:
+        """Copy uint8[n] in a tier to uint8[n] on the device, in memory of the current stream."""
+        queue, home = self._to_device, self._gpu.current_stream()
+        # Earlier work of that stream may still use this memory, so the copy waits for it.
         queue.stream.wait_stream(home)
         for copy in self._to_tier.overlapping(source):
             queue.stream.wait_event(copy.done)
-        with self._gpu.using(queue.stream):
-            self._gpu.copy(data, source)
-        copy = _CopyToDevice(self._gpu, home, data, source, queue.stream.record_event())
-        return data, queue.add(copy)
+        began, done = self._run(queue, target, source)
+        return queue.add(_CopyToDevice(self._gpu, home, target, source, began, done))
 
     def synchronize(self) -> None:
         _drain(self._to_tier, self._to_device)
+
+    def _run(
+        self, queue: _CopyQueue, target: Tensor, source: Tensor
+    ) -> tuple[GpuEvent | None, GpuEvent]:
+        """Copy in a queue's stream; return the events before, if it is timed, and after."""
+        with self._gpu.using(queue.stream):
+            began = self._gpu.timed_event() if self._timed else None
+            self._gpu.copy(target, source)
+            done = self._gpu.timed_event() if self._timed else queue.stream.record_event()
+        return began, done
 
 
 class _Copy:
@@ -96,11 +117,20 @@ class _Copy:
             reuse freed memory without waiting for others.
         on_gpu: Memory on the GPU.
         in_tier: Memory in the tier.
+        began: Event that completes before the copy; None without a time.
         done: Event that completes after the copy.
     """
 
-    def __init__(self, gpu: Gpu, home: Stream, on_gpu: Tensor, in_tier: Tensor, done: GpuEvent):
-        self._gpu, self._home, self.done = gpu, home, done
+    def __init__(
+        self,
+        gpu: Gpu,
+        home: Stream,
+        on_gpu: Tensor,
+        in_tier: Tensor,
+        began: GpuEvent | None,
+        done: GpuEvent,
+    ) -> None:
+        self._gpu, self._home, self._began, self.done = gpu, home, began, done
         self._on_gpu: Tensor | None = on_gpu
         self._in_tier = in_tier
         self.start = in_tier.data_ptr()
@@ -112,6 +142,13 @@ class _Copy:
         if memory is not None and current != self._home:
             self._protect(memory, current)
         self._on_gpu = None
+
+    def synchronize(self) -> None:
+        self.done.synchronize()
+
+    def seconds(self) -> float:
+        assert self._began is not None
+        return self._began.elapsed_time(self.done) / 1e3
 
     def _protect(self, memory: Tensor, current: Stream) -> None:
         """Keep the allocator from reusing memory too early; `current` is not the home stream."""

@@ -1,6 +1,7 @@
-"""Copies from the mirror to the device, in a thread of their own.
+"""Copies from the mirror to the device: in a thread of their own, or on a stream of a GPU.
 
-The copies release Python's lock. They take one processor, so that the others go on computing.
+The copies of a thread release Python's lock. They take one processor, so that the others go on
+computing.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_dlres.core.device.copiers import StreamCopier
+
 
 class StartedFetch(Protocol):
     """Copy that was started."""
 
-    def wait(self) -> float:
-        """Wait until the copy is done; return the seconds that it took."""
+    def wait(self) -> None:
+        """Let the work that is issued from now on begin after the copy is done."""
+
+    def seconds(self) -> float:
+        """Return the time that the copy took, after it is done."""
 
 
 class Fetcher(Protocol):
@@ -51,8 +57,32 @@ class _Copy:
     def __init__(self, future: Future[float]) -> None:
         self._future = future
 
-    def wait(self) -> float:
+    def wait(self) -> None:
+        self._future.result()
+
+    def seconds(self) -> float:
         return self._future.result()
+
+
+class StreamFetcher:
+    """Fetcher for a GPU.
+
+    Args:
+        copier: Copier between the GPU and the mirror, which is `timed`.
+    """
+
+    def __init__(self, copier: StreamCopier) -> None:
+        self._copier = copier
+
+    def start(self, source: Tensor, target: Tensor) -> StartedFetch:
+        """See `Fetcher.start`."""
+        # Tensors over this memory may be saved for backward. It has their old values again when
+        # backward asks for them, so autograd must not count the copy as a change.
+        return self._copier.fill(target.data, source)
+
+    def close(self) -> None:
+        """See `Fetcher.close`."""
+        self._copier.synchronize()
 
 
 def _copy(arrays: list[NDArray[np.uint8]]) -> float:

@@ -1,4 +1,4 @@
-"""Gradients that leave the device as soon as backward has made them.
+"""Gradients on a device that is the CPU: they leave it as soon as backward has made them.
 
 A gradient goes to its place in the mirror. Or, if nothing needs it any more, its layer is updated
 at once and the gradient is gone.
@@ -7,10 +7,31 @@ at once and the gradient is gone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+
+class MovedGradients(Protocol):
+    """Hooks that move gradients from the device to the mirror.
+
+    Attributes:
+        is_layerwise: True if units are updated in backward, as soon as their gradients are
+            complete.
+    """
+
+    is_layerwise: bool
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Attach the hooks to parameters that have none yet and need gradients."""
+
+    def settle(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Wait until the gradients of some parameters, or of all, are in their places."""
+
+    def close(self) -> None:
+        """Remove the hooks. Gradients stay in the mirror."""
 
 
 class GradientHooks:
@@ -45,6 +66,9 @@ class GradientHooks:
             if parameter.requires_grad and parameter not in self._handles:
                 handle = parameter.register_post_accumulate_grad_hook(self._receive)
                 self._handles[parameter] = handle
+
+    def settle(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """See `MovedGradients.settle`; here, gradients are in their places at once."""
 
     def close(self) -> None:
         """Remove the hooks. Gradients stay in the mirror."""

@@ -26,12 +26,16 @@ def hook_modules(
 
     def enter(module: nn.Module, args: Any) -> None:
         # A copy of the model has these hooks, but its modules own other parameters.
-        for unit in needed.get(module, ()):
-            streaming.enter(unit)
+        if module in needed:
+            for unit in needed[module]:
+                streaming.enter(unit)
+            streaming.open_call()
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        for unit in reversed(needed.get(module, ())):
-            streaming.leave(unit)
+        if module in needed:
+            streaming.close_call()
+            for unit in reversed(needed[module]):
+                streaming.leave(unit)
 
     before, after = _Hook(enter), _Hook(leave)
     handles = []

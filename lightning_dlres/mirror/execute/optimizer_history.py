@@ -33,6 +33,7 @@ class HistoryInMirror:
         wants_fused: True to use the optimizer's fused kernel, if its gradients allow it.
         is_layerwise: Returns True if layers are updated in backward.
         before_step: Called when the gradients of a step are there, before the optimizer uses them.
+        always_prepares: False calls `before_step` only where layers have been updated in backward.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class HistoryInMirror:
         *,
         wants_fused: bool,
         before_step: Callable[[], None],
+        always_prepares: bool,
         is_layerwise: Callable[[], bool],
     ) -> None:
         self._optimizer, self._units, self._places = optimizer, units, places
         self._wants_fused, self._prepare = wants_fused, before_step
+        self._always_prepares = always_prepares
         self._is_layerwise = is_layerwise
         self._handles: list[RemovableHandle] = []
         # Gradients that the optimizer must not see again in the step that is running.
@@ -73,7 +76,8 @@ class HistoryInMirror:
         Steps in which all parameters have a history are the optimizer's own.
         """
         has_all = all(parameter in optimizer.state for parameter in self._places)
-        if has_all and not self._wants_fused and not self._is_layerwise():
+        needs_gradients = self._wants_fused or self._is_layerwise() or self._always_prepares
+        if has_all and not needs_gradients:
             return None
         # The first argument is the optimizer itself.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
+from itertools import pairwise
 from math import inf
+from typing import Any
 
 from lightning_dlres.mirror.execute.window import Window
 from lightning_dlres.mirror.plan.window_plan import WindowPlan
@@ -24,26 +25,28 @@ class StepRecord:
     def __init__(self, window: Window) -> None:
         self._window = window
         self.events: list[UseEvent] = []
-        self._times: list[float] = []
-        self._start = self._last = 0.0
+        # A mark of the clock for each event, and the number of waits for copies before it.
+        self._marks: list[tuple[Any, int]] = []
 
     def add(self, event: UseEvent) -> None:
         """Add an event that happens now."""
-        now = time.perf_counter()
-        if not self.events:
-            self._start = now
-        self._last = now
         self.events.append(event)
-        self._times.append(now - self._window.stall_seconds)
+        self._marks.append((self._window.clock.mark(), len(self._window.stalls)))
 
     def gaps(self) -> tuple[float, ...]:
         """Return the seconds of computation from each event to the next one; 0 after the last."""
-        ends = [*self._times[1:], *self._times[-1:]]
-        return tuple(end - start for start, end in zip(self._times, ends, strict=True))
+        if not self._marks:
+            return ()
+        seconds, stalls = self._window.clock.seconds, self._window.stalls
+        gaps = [
+            seconds(start, end) - sum(seconds(*stall) for stall in stalls[before:after])
+            for (start, before), (end, after) in pairwise(self._marks)
+        ]
+        return (*(max(gap, 0.0) for gap in gaps), 0.0)
 
     def seconds(self) -> float:
         """Return the seconds from the first event to the last one, with all waits for copies."""
-        return self._last - self._start
+        return self._window.clock.seconds(self._marks[0][0], self._marks[-1][0])
 
 
 class ProfiledWindow:

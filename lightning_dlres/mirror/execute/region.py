@@ -16,15 +16,16 @@ class MirrorRegion:
     Args:
         nbytes: Size in bytes.
         directory: Directory of a mapped file with the bytes; None: host memory.
+        pinned: Lock host memory, so that a GPU copies while both compute.
 
     Raises:
         ConfigError: If the directory is not writable or has too little space.
     """
 
-    def __init__(self, nbytes: int, directory: Path | None = None) -> None:
+    def __init__(self, nbytes: int, directory: Path | None = None, *, pinned: bool = False) -> None:
         self.nbytes = nbytes
         # An array, which keeps the slab alive as long as a tensor lies over its memory.
-        self._memory = Slab(nbytes, directory).data.numpy()
+        self._memory = Slab(nbytes, directory, pinned).data.numpy()
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
         """Return the tensor at an offset, with the dtype, shape and strides of another one.

@@ -42,6 +42,8 @@ class ParameterStreaming:
         values: Values of each unit's parameters in the mirror.
         window: Copies on the device.
         observer: Observer of the uses.
+        changes_device: True if the device is not the CPU, where the mirror is. Autograd then has a
+            gradient of its own for each use of a parameter, and adds up nothing.
 
     Attributes:
         observer: See above; it may be changed between steps.
@@ -57,7 +59,14 @@ class ParameterStreaming:
         values: Sequence[Sequence[Tensor]],
         window: Window,
         observer: UseObserver,
+        *,
+        changes_device: bool = False,
     ) -> None:
+        self._changes_device = changes_device
+        # Units that code uses outside of their calls, in each of the calls that surround it.
+        self._borrowed: list[list[int]] = [[]]
+        # Number of uses of each unit for which backward computes gradients.
+        self._uses: dict[int, int] = {}
         self._units, self._values, self._window = units, values, window
         self.observer = observer
         self.unit_of = {p: index for index, unit in enumerate(units) for p in unit.parameters}
@@ -73,9 +82,15 @@ class ParameterStreaming:
         self._exposed: set[int] = set()
         # Units with a parameter whose data other code has replaced.
         self._replaced: set[int] = set()
+        # Such units in a call: for each parameter its data, and the version before the call.
+        self._replaced_in_call: dict[int, list[tuple[nn.Parameter, Tensor, int]]] = {}
 
     def start(self) -> None:
         """Start a step: nothing on the device is up to date."""
+        while len(self._borrowed) > 1:
+            self.close_call()
+        self.return_borrowed()
+        self._uses.clear()
         self._exposed.clear()
         self._gradients_to_come.clear()
         self._complete.clear()
@@ -89,7 +104,10 @@ class ParameterStreaming:
         if self._calls[unit] > 1:
             return
         if self._check_replaced(unit):
+            self._bring_replaced(unit)
             return
+        if torch.is_grad_enabled():
+            self._uses[unit] = self._uses.get(unit, 0) + 1
         if unit in self._exposed:
             self._window.drop(unit)
         if unit not in self._gradients_to_come:
@@ -102,13 +120,46 @@ class ParameterStreaming:
     def leave(self, unit: int) -> None:
         """Return a unit to the mirror at the end of a call."""
         self._calls[unit] -= 1
-        if self._calls[unit] or unit in self._replaced:
+        if self._calls[unit]:
+            return
+        if unit in self._replaced:
+            self._return_replaced(unit)
             return
         # A method of its own: no local of it may hold a view when the copy is dropped.
         self._return_to_mirror(unit)
         self._window.let_go(unit)
         if unit not in self._gradients_to_come:
             self.observer.end(unit)
+
+    def open_call(self) -> None:
+        """Open a scope for units that code inside of a call borrows."""
+        self._borrowed.append([])
+
+    def close_call(self) -> None:
+        """Return the units that were borrowed inside of a call."""
+        # If an exception ended the step in the middle of a call, the next step has closed it.
+        if len(self._borrowed) > 1:
+            self._return(self._borrowed.pop())
+
+    def borrow(self, parameter: nn.Parameter) -> None:
+        """Bring a parameter's unit to the device: code reads the parameter outside of its call.
+
+        It returns at the end of the call that surrounds the code; without one, at the next
+        backward or update.
+        """
+        unit = self.unit_of.get(parameter)
+        if unit is not None and not self._calls[unit]:
+            self._borrowed[-1].append(unit)
+            self.enter(unit)
+
+    def return_borrowed(self) -> None:
+        """Return the units that were borrowed outside of any call."""
+        borrowed, self._borrowed[0] = self._borrowed[0], []
+        self._return(borrowed)
+
+    def _return(self, borrowed: Sequence[int]) -> None:
+        for unit in reversed(borrowed):
+            self.leave(unit)
 
     def _return_to_mirror(self, unit: int) -> None:
         """Let the parameters have their values in the mirror again as their data."""
@@ -172,13 +223,18 @@ class ParameterStreaming:
             self._gradients_to_come[unit] = to_come - 1
             return None
         del self._gradients_to_come[unit]
-        self._complete.add(unit)
         if not self._calls[unit]:
             self.observer.end(unit)
+        if self._changes_device and self._uses.get(unit, 0) > 1:
+            # Those of other uses may still come.
+            return None
+        self._complete.add(unit)
         return unit
 
     def _use_in_backward(self, unit: int) -> DeviceCopy:
         """Return the copy of a unit for backward, which uses it until its gradients are there."""
+        if self._borrowed[0]:
+            self.return_borrowed()
         if unit not in self._gradients_to_come:
             if unit in self._complete:
                 self._note_late_use(unit)
@@ -217,6 +273,25 @@ class ParameterStreaming:
         else:
             self._replaced.discard(unit)
         return unit in self._replaced
+
+    def _bring_replaced(self, unit: int) -> None:
+        """Copy the data of a replaced unit to the device, for a call."""
+        if not self._changes_device:
+            return
+        self._replaced_in_call[unit] = []
+        for parameter in self._units[unit].parameters:
+            data = data_of(parameter)
+            state = (parameter, data, version_of(parameter))
+            self._replaced_in_call[unit].append(state)
+            parameter.data = data.to(self._window.device)
+
+    def _return_replaced(self, unit: int) -> None:
+        """Let a replaced unit have its own data again, with the changes of its call."""
+        for parameter, data, version in self._replaced_in_call.pop(unit, ()):
+            on_device = data_of(parameter)
+            if version_of(parameter) != version or unit in self._exposed:
+                data.copy_(on_device)
+            parameter.data = data
 
     def _take_back(self, unit: int) -> None:
         """Copy a unit's replaced data to the mirror, and stream the unit again.

@@ -7,9 +7,9 @@ but never changes a value.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lightning_dlres.core._compat import (
     storage_owner_count,
     version_of,
 )
+from lightning_dlres.core.device.clock import Clock
 from lightning_dlres.mirror.execute.fetching import Fetcher, StartedFetch
 from lightning_dlres.mirror.profile.units import ParameterUnit
 
@@ -53,17 +54,19 @@ class Window:
         fetcher: Copier to the device.
         device: The device.
         limit: Bytes that the copies may take. A unit that is needed comes in any case.
+        clock: Clock of the device.
         next_use: Returns the position of a unit's next use, for the choice of the unit that leaves;
             infinity if it is not known.
 
     Attributes:
         units: All units.
+        device: The device.
         limit: See above; it may be changed between steps.
         bytes_now: Bytes of all copies.
         peak_bytes: Largest value of `bytes_now`.
-        stall_seconds: Time for which the caller waited for copies.
+        stalls: Marks of the clock before and after each wait for a copy, since `forget_times`.
         fetched_bytes: Bytes that were copied to the device.
-        fetch_times: Bytes and seconds of each copy that was waited for.
+        fetches: Bytes and copy of each wait, since `forget_times`.
     """
 
     def __init__(
@@ -74,9 +77,10 @@ class Window:
         device: torch.device,
         *,
         limit: float,
+        clock: Clock,
         next_use: Callable[[int], float] = lambda unit: float("inf"),
     ) -> None:
-        self.units, self._sources, self._fetcher, self._device = units, sources, fetcher, device
+        self.units, self._sources, self._fetcher, self.device = units, sources, fetcher, device
         self.limit, self._next_use = limit, next_use
         self._copies: dict[int, DeviceCopy] = {}
         # Units that are in use, with the number of uses.
@@ -86,8 +90,9 @@ class Window:
         # Units on the device by the storage key of their copies.
         self._unit_at: dict[int, int] = {}
         self.bytes_now = self.peak_bytes = self.fetched_bytes = 0
-        self.stall_seconds = 0.0
-        self.fetch_times: list[tuple[int, float]] = []
+        self.clock = clock
+        self.stalls: list[tuple[Any, Any]] = []
+        self.fetches: list[tuple[int, StartedFetch]] = []
 
     def __contains__(self, unit: int) -> bool:
         return unit in self._copies
@@ -146,6 +151,11 @@ class Window:
             self.drop(unit)
         self._free.clear()
 
+    def forget_times(self) -> None:
+        """Forget what was measured."""
+        self.stalls.clear()
+        self.fetches.clear()
+
     def close(self) -> None:
         """Drop everything, and release the copier."""
         self._in_use.clear()
@@ -193,13 +203,13 @@ class Window:
         spare = self.limit - self.bytes_now - nbytes
         while self._free and sum(memory.numel() for memory in self._free) > max(spare, 0):
             self._free.pop(0)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _finish(self, copy: DeviceCopy) -> None:
         if copy.fetch is None:
             return
-        start = time.perf_counter()
-        seconds = copy.fetch.wait()
-        self.stall_seconds += time.perf_counter() - start
+        start = self.clock.mark()
+        copy.fetch.wait()
+        self.stalls.append((start, self.clock.mark()))
+        self.fetches.append((copy.memory.numel(), copy.fetch))
         copy.fetch = None
-        self.fetch_times.append((copy.memory.numel(), seconds))

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dlres.core.device.clock import HostClock
 from lightning_dlres.mirror.execute.fetching import ThreadFetcher
 from lightning_dlres.mirror.execute.window import Window
 from lightning_dlres.mirror.profile.units import ParameterUnit, find_units
 
+CPU = torch.device("cpu")
 # Bytes of a unit: a weight of 64 x 64 elements, and a bias.
 UNIT = 4 * 64 * 64 + 512
 
@@ -30,7 +32,7 @@ def units_of(count: int) -> tuple[list[ParameterUnit], list[Tensor]]:
 @pytest.fixture
 def window() -> Iterator[Window]:
     units, sources = units_of(4)
-    made = Window(units, sources, ThreadFetcher(), torch.device("cpu"), limit=2 * UNIT)
+    made = Window(units, sources, ThreadFetcher(), CPU, limit=2 * UNIT, clock=HostClock())
     yield made
     made.close()
 

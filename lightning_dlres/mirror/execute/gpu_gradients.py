@@ -1,0 +1,211 @@
+"""Gradients on a GPU: they move to the mirror on a stream of their own while backward goes on.
+
+A gradient that is on its way is nowhere to be seen: `parameter.grad` is None until its copy is
+done. So no code can read a part of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dlres.core._compat import (
+    backward_number,
+    call_after_backward,
+    data_of,
+    has_other_gradient_hooks,
+)
+from lightning_dlres.core.device.copiers import StreamCopier, StreamCopy
+
+
+class GpuGradientHooks:
+    """Hooks that get each gradient when backward has computed it.
+
+    Autograd cannot add a gradient on the GPU to an earlier one in the mirror. So the earlier one
+    is hidden from it, and both are added here, on the GPU.
+
+    Args:
+        places: Place of each parameter's gradient.
+        copier: Copier between the GPU and the mirror.
+        device: The GPU.
+        limit: Bytes of gradients that may wait on the GPU for their copies. One more gradient may
+            exceed it.
+        arrived: Called with the parameter when its gradient is there. It returns the unit whose
+            gradients are complete, or None.
+        update: Updates a unit, after it has called `settle` for its parameters.
+        ended: Called at the end of each backward.
+
+    Attributes:
+        is_layerwise: True if units are updated in backward, as soon as their gradients are
+            complete.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[nn.Parameter, Tensor],
+        copier: StreamCopier,
+        *,
+        device: torch.device,
+        limit: int,
+        arrived: Callable[[nn.Parameter], int | None],
+        update: Callable[[int], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._places, self._copier, self._device, self._limit = places, copier, device, limit
+        self._arrived, self._update, self._ended = arrived, update, ended
+        self._handles: dict[nn.Parameter, tuple[RemovableHandle, RemovableHandle]] = {}
+        # Gradients that autograd must not see.
+        self._hidden: dict[nn.Parameter, Tensor] = {}
+        # Copies to the places of parameters, until somebody has waited for them.
+        self._on_the_way: dict[nn.Parameter, StreamCopy] = {}
+        # Copies that hold memory on the GPU, with its bytes.
+        self._holding: deque[tuple[StreamCopy, int]] = deque()
+        self._held_bytes = 0
+        # Number of the backward whose end will be observed.
+        self._backward = -1
+        self.is_layerwise = False
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See `MovedGradients.attach`."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._handles:
+                self._handles[parameter] = (
+                    parameter.register_hook(partial(self._hide, parameter)),
+                    parameter.register_post_accumulate_grad_hook(self._receive),
+                )
+
+    def settle(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """See `MovedGradients.settle`."""
+        for parameter in tuple(self._on_the_way) if parameters is None else parameters:
+            copy = self._on_the_way.pop(parameter, None)
+            if copy is not None:
+                copy.synchronize()
+                _set_gradient(parameter, self._places[parameter])
+        # A backward that failed has left these.
+        if parameters is None:
+            for parameter, gradient in self._hidden.items():
+                _set_gradient(parameter, gradient)
+            self._hidden.clear()
+
+    def close(self) -> None:
+        """See `MovedGradients.close`."""
+        self.settle()
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
+
+    def _hide(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Hide a parameter's earlier gradient before autograd adds the new one."""
+        earlier = parameter.grad
+        if earlier is not None:
+            self._hidden[parameter] = earlier
+            parameter.grad = None
+
+    def _receive(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        self._observe_end()
+        gradient = parameter.grad
+        if gradient is not None:
+            self._move(parameter, gradient)
+        if has_other_gradient_hooks(parameter):
+            # They come after this one, and may read the gradient.
+            self.settle([parameter])
+        unit = self._arrived(parameter)
+        if unit is not None and self.is_layerwise:
+            self._update(unit)
+
+    def _move(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        place = self._places.get(parameter)
+        is_plain = (
+            place is not None
+            and gradient.layout is torch.strided
+            and not gradient.requires_grad
+            and gradient.dtype == place.dtype
+            # Code has used the parameter in the mirror, such as in a loop over all parameters.
+            and gradient.device.type == self._device.type
+        )
+        parameter.grad = None
+        if place is None or not is_plain:
+            self._add_on_host(parameter, gradient)
+            return
+        earlier = self._hidden.pop(parameter, None)
+        if parameter in self._on_the_way:
+            earlier = place
+        if earlier is not None:
+            gradient = gradient + self._on_gpu(earlier, place, gradient.device)
+        self._send(parameter, gradient, place)
+
+    def _add_on_host(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient to the earlier one in host memory, and block until it is there."""
+        self.settle([parameter])
+        earlier = self._hidden.pop(parameter, parameter.grad)
+        gradient = gradient.to(data_of(parameter).device if earlier is None else earlier.device)
+        if earlier is not None:
+            gradient = earlier + gradient
+        place = self._places.get(parameter)
+        is_like_place = place is not None and gradient.layout is place.layout
+        if place is not None and is_like_place and not gradient.requires_grad:
+            gradient = place.copy_(gradient) if gradient.dtype == place.dtype else gradient
+        _set_gradient(parameter, gradient)
+
+    def _on_gpu(self, earlier: Tensor, place: Tensor, device: torch.device) -> Tensor:
+        """Return an earlier gradient on the GPU."""
+        if earlier is not place:
+            return earlier.to(device)
+        # It waits for the copy to the place, if that is still on its way.
+        memory, copy = self._copier.to_device(_bytes_of(place), device)
+        copy.wait()
+        return memory.view(place.dtype).as_strided(place.shape, place.stride())
+
+    def _send(self, parameter: nn.Parameter, gradient: Tensor, place: Tensor) -> None:
+        if not place.numel():
+            _set_gradient(parameter, place)
+            return
+        if gradient.stride() != place.stride():
+            dense = torch.empty_strided(
+                place.shape, place.stride(), dtype=place.dtype, device=gradient.device
+            )
+            gradient = dense.copy_(gradient)
+        # Python runs ahead of the GPU. Without a limit, all gradients could wait there.
+        while self._holding and self._held_bytes + place.nbytes > self._limit:
+            copy, nbytes = self._holding.popleft()
+            copy.wait()
+            self._held_bytes -= nbytes
+        copy = self._copier.to_tier(_bytes_of(gradient), _bytes_of(place))
+        self._on_the_way[parameter] = copy
+        self._holding.append((copy, place.nbytes))
+        self._held_bytes += place.nbytes
+
+    def _observe_end(self) -> None:
+        """Let the end of the running backward be observed."""
+        number = backward_number()
+        if number != self._backward:
+            self._backward = number
+            call_after_backward(self._end)
+
+    def _end(self) -> None:
+        self._holding.clear()
+        self._held_bytes = 0
+        self.settle()
+        self._ended()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a dense tensor, uint8[nbytes]."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Set a parameter's gradient, also while the parameter's data is on another device."""
+    data = data_of(parameter)
+    if data.device != gradient.device:
+        parameter.data = torch.empty_like(data, device=gradient.device)
+    parameter.grad = gradient
+    if data.device != gradient.device:
+        parameter.data = data
