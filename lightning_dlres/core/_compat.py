@@ -121,8 +121,8 @@ class LiveBytes(_python_dispatch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # Inputs existed before and count as 0 bytes. They must be known first: a result may be a
-        # view of an input.
-        for storage in _storages(args):
+        # view of an input. The argument `out` is both, and is passed by keyword.
+        for storage in _storages((*args, *(kwargs or {}).values())):
             self._count(storage, 0)
         result = func(*args, **(kwargs or {}))
         for storage in _storages((result,)):
@@ -207,7 +207,7 @@ _DATA: Any = Tensor.data
 
 
 def data_of(parameter: nn.Parameter) -> Tensor:
-    """Return `parameter.data`, without a note in `data_reads`."""
+    """Return `parameter.data`; inside `data_reads`, its function is not called for this read."""
     data: Tensor = _DATA.__get__(parameter)
     return data
 

@@ -76,9 +76,8 @@ class Watch:
         invitation: Encoded invitation of the run.
         timeouts: Interval of heartbeats, and the deadline by which silence becomes a failure.
         grace: Time between a failure and the call of `kill`. `kill` is not called after `close`.
-        report: Called once, with the failure's message, when another rank fails: from the watch's
-            thread, before `failure` is set. It must not call the watch. None writes a line to
-            stderr.
+        report: Called once, with the failure's message, from the watch's thread, before `failure`
+            is set. It must not call the watch. None writes a line to stderr.
         kill: Ends the process. None: `os._exit(1)`.
         parent: Process id of rank 0 if it has started this process, else None.
 
@@ -108,7 +107,7 @@ class Watch:
         self._grace = grace
         self._report, self._kill = report or _to_stderr, kill or _exit
         self._parent = parent
-        # Failure of another rank (set by the watch's thread) and this rank's own (by `announce`).
+        # Failure that the watch's thread has learnt of, and the one that this rank has announced.
         self._failure: RankFailure | None = None
         self._announcement: RankFailure | None = None
         # True once the watch's thread has handled a failure of any rank.
@@ -214,7 +213,7 @@ class Watch:
         """
         try:
             decoded = from_msgpack(invitation, Invitation)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except msgspec.MsgspecError as error:
             raise ProtocolError(
                 "the invitation must be the bytes of rank 0's `Watch.invitation`; they cannot be "
                 f"decoded ({error}). Pass them on unchanged, between ranks of one version."
@@ -251,7 +250,8 @@ class Watch:
 
     @property
     def failure(self) -> RankFailure | None:
-        """First known failure of another rank; kept after `close`."""
+        """First failure of another rank, or of this one if the others gave up on it or its watch
+        failed; kept after `close`. A failure that this rank announces is not included."""
         return self._failure
 
     def rename(self, names: Sequence[str]) -> None:
@@ -259,10 +259,10 @@ class Watch:
         self.names[:] = names
 
     def check(self) -> None:
-        """Raise the failure of another rank, if there is one; do nothing after `close`.
+        """Raise the error of `failure`, if there is one; do nothing after `close`.
 
         Raises:
-            PeerLostError: If another rank has failed; the message names it.
+            PeerLostError: If a rank has failed; the message names it.
         """
         if self._failure is not None and not self._closing.is_set():
             raise PeerLostError(self._failure.message)
