@@ -84,11 +84,13 @@ class ZeroValue(Codec):
         return tensor.element_size() in zvc.WIDTHS
 
     def encode_within(self, tensor: Tensor, out: Tensor) -> Encoded:
-        """Encode a tensor even if it grows, without waiting for the GPU; see `Codec.encode_within`.
+        """Encode a tensor without waiting for the GPU; see `Codec.encode_within`.
+
+        Dense data is not encoded raw here, so the result may be larger than the tensor.
 
         Args:
             tensor: Tensor with elements of 1, 2 or 4 bytes.
-            out: uint8[at least the mask's bytes] for the result, whose `data` shares its memory.
+            out: See `Codec.encode_within`. It must have room for at least the mask.
         """
         source, stride = dense_bytes(tensor)
         used = zvc.encode(source, tensor.element_size(), out)
