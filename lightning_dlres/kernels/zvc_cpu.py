@@ -60,7 +60,8 @@ def encode_on_one_core(source: Bytes, width: int, mask: Bytes, values: Bytes) ->
     """Encode with one thread; return the number of non-zero elements.
 
     See `encode` for the arguments. Here `values` may be smaller than `source`: it needs the size of
-    the result plus `OVERRUN` bytes. Several threads would overwrite each other's values.
+    the result plus `OVERRUN` bytes. In `encode`, each thread writes at the offset of its own piece,
+    which needs the full size.
     """
     elements = source.view(_DTYPES[width])
     mask[elements.size // 8 :] = 0

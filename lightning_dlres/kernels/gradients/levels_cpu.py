@@ -11,7 +11,7 @@ from numba import float32, int32, types, uint32
 from lightning_dlres.core.compiled import compiled, subroutine
 from lightning_dlres.kernels.gradients.layout import BLOCK, LARGEST
 
-# Partial maxima of a block, which are found independently, with vector instructions.
+# Number of partial maxima of a block, which are found independently, with vector instructions.
 _MAXIMA = 64
 # Smallest distance between adjacent levels; its inverse is finite. Blocks with a smaller one are
 # sent as zeros.

@@ -1,4 +1,4 @@
-"""Threshold quantisation to 2 bits on the CPU; see `threshold`."""
+"""Threshold quantisation to 2 bits on the CPU; see `threshold`, and `layout` for planes."""
 
 from __future__ import annotations
 
