@@ -152,7 +152,7 @@ class SyncExecutor:
             stream = self._stream_of(runs[0].device)
             mark = stream.mark()
             for run in runs:
-                run.is_ready = mark
+                run.ready_mark = mark
                 stream.keep(run.gradient)
         arrived: list[tuple[UnitRun, int, Part, Tensor]] = []
         with self._lock:
@@ -250,7 +250,7 @@ class SyncExecutor:
                     self._tracer.span(task.kind.value, "compute", unit=run.unit.index),
                     stream.working(),
                 ):
-                    stream.wait(run.is_ready)
+                    stream.wait(run.ready_mark)
                     run.compute(task)
                 for ready in self._finish([(run, position)]):
                     if _is_send(ready):

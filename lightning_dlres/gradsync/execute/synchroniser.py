@@ -39,8 +39,8 @@ class GradientSynchroniser:
         states: States of this rank's codecs, such as those of a checkpoint; None: new ones.
         keeps_previous: True copies the codecs' states before each step, so that `undo_step` can
             undo the last one.
-        keeps_zeros: True keeps the residuals of gradients that are zero for a later step; False
-            sends them.
+        keeps_zeros: If a gradient is zero, True keeps its residual for a later step, and False
+            sends it.
 
     Attributes:
         plan: The plan.
@@ -185,16 +185,21 @@ class GradientSynchroniser:
             raise self.failure
 
     def mark(self) -> Any:
-        """Return a mark behind the device's work on gradients, in a callback of `start`."""
+        """Return a mark after the device's work on gradients; see `DeviceStream.mark`.
+
+        Call it only in `on_done` of `start`.
+        """
         return self._executor.mark()
 
     def wait_for(self, mark: Any) -> None:
-        """Let the calling thread's later work on the device begin after a mark."""
+        """Let the calling thread's later work on the device wait for the work before a mark."""
         self._executor.wait_for(mark)
 
     def undo_step(self) -> None:
-        """Give the codecs' states their values of before the last step, and of before those that it
-        continues; needs `keeps_previous`."""
+        """Restore the codecs' states from before the last step; needs `keeps_previous`.
+
+        If that step continues earlier ones (see `start`), undo these, too.
+        """
         assert self._before_step is not None
         self._before_step.restore()
 

@@ -91,7 +91,7 @@ class UnitRun:
         unfinished: Number of tasks that are not done.
         outgoing: Payloads to send, by part.
         gradient: See above.
-        is_ready: Mark of the executor's stream behind the work that makes the gradient.
+        ready_mark: Mark after the work that computes the gradient; see `DeviceStream.mark`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class UnitRun:
         self._pending = list(tasks.pending)
         self.unfinished = len(self.graph)
         self.outgoing: dict[Part, Tensor] = {}
-        self.is_ready: Any = None
+        self.ready_mark: Any = None
         self.gradient, self._states = gradient, states
         self._incoming: dict[tuple[int, Part], Tensor] = {}
         self._arrived: set[tuple[int, Part]] = set()

@@ -185,8 +185,10 @@ class GradientSyncState:
         self._step, self._names = 0, ParameterNames()
         # True until the hook has learnt the parameters in its first step.
         self._is_learning = True
-        # Set by `open`, the first bucket, `close`, and the first of them.
-        self._is_open = self._has_begun = self._is_closed = self._is_connected = False
+        # Set by `open`, by the first bucket, and by `close`.
+        self._is_open = self._has_begun = self._is_closed = False
+        # Set by `open` or by the first bucket, whichever comes first.
+        self._is_connected = False
         # True if the current backward belongs to the optimizer step of the one before.
         self._continues = False
         self._loaded = LoadedStates()
@@ -289,15 +291,15 @@ class GradientSyncState:
         self._sync.begin_backward(self._step, self._continues)
 
     def _reduce(self, bucket: GradBucket, buffer: Tensor) -> Future[Tensor]:
-        step, is_learning, watch = self._step, self._is_learning, self._sync.watch
+        step, is_learning, drift_watch = self._step, self._is_learning, self._sync.watch
         if bucket.is_last():
             self.last_ready = time.perf_counter()
             self._step += 1
             self._is_learning = False
         mean = functools.partial(all_reduce_mean, buffer)
-        if watch is not None:
-            watch.ready()
-            mean = functools.partial(mean, watch.done)
+        if drift_watch is not None:
+            drift_watch.ready()
+            mean = functools.partial(mean, drift_watch.done)
         if self._power_sgd is not None and dist.get_world_size() > 1:
             self._loaded.take()
             names = self._names.of(bucket.parameters())

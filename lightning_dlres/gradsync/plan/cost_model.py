@@ -29,7 +29,7 @@ from lightning_dlres.gradsync.plan.shares import link_shares
 from lightning_dlres.gradsync.plan.units import GradientSpec, assign_owners, cut
 from lightning_dlres.kernels.gradients.layout import BLOCK
 
-# Part of the step that an algorithm must gain over a less lossy one. Predictions of steps are off
+# Part of the step that an algorithm must gain over a more precise one. Predictions of steps are off
 # by about as much, and a smaller gain does not pay for a loss of precision.
 MARGIN = 0.05
 # Codecs among which "auto" chooses: those that ended within the spread of uncompressed training in
@@ -76,7 +76,9 @@ def decide(
 ) -> SyncDecision:
     """Return the decision with the shortest predicted step.
 
-    A lossy algorithm wins only if its step is shorter by a margin than that of any less lossy one.
+    Algorithms are compared in the order of `precision`: torch's all-reduce, then "raw", then codecs
+    with ever smaller payloads. Each takes the lead only if its step is shorter, by a margin, than
+    that of the leader before it.
 
     Args:
         gradients: The gradients, in the order of the model.
@@ -88,7 +90,7 @@ def decide(
         element_bytes: Bytes of an element that is sent as it is.
         backward_seconds: Time of backward, with which synchronisation overlaps.
         bucket_bytes: Bytes of a bucket of gradients.
-        margin: Part of the step that a lossy algorithm must gain.
+        margin: Part of the leader's step that an algorithm must gain.
         least_bytes: Gradients with fewer bytes are not compressed.
         is_coordinated: True if a coordinator plans the messages; see `StepPredictor`.
 
@@ -127,7 +129,7 @@ def decide(
             if algorithm not in best or _step_seconds(candidate) < _step_seconds(best[algorithm]):
                 best[algorithm] = candidate
     if not best:
-        # No gradient is large enough for the only algorithm.
+        # No gradient is large enough for any of the algorithms.
         raw = [(search.best(RAW, topology), topology) for topology in topologies]
         best[RAW] = min((c for c, _ in raw if c is not None), key=_step_seconds)
         contenders.append(best[RAW][0])
@@ -176,7 +178,7 @@ class _Search:
         self._thresholds = _thresholds(compressible, least_elements)
         ranks = predictor.world_size
         equal = (1 / ranks,) * ranks
-        # Equal shares divide the merging, the others follow the links.
+        # Equal shares suit slow merging; shares by bandwidth suit slow links.
         by_links = tuple(link_shares(predictor.costs.links.bandwidths)[0])
         self._shares = {"ring": (equal,), "ps": tuple(dict.fromkeys((equal, by_links)))}
         self._layouts: dict[tuple[tuple[int, ...], tuple[float, ...]], _Layout] = {}

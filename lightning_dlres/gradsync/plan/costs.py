@@ -43,10 +43,11 @@ class LinkCosts:
     """Links of all ranks to a network without other limits.
 
     Attributes:
-        message_seconds: Fixed seconds of each message on both links, added to those of its bytes.
+        message_seconds: Fixed seconds for which a message takes the sender's and the receiver's
+            link, added to the seconds of its bytes.
         bandwidths: Bytes per second of each rank's link, in each direction.
-        latency_seconds: Seconds from the end of a message on both links until it arrives. The
-            links carry other messages in this time.
+        latency_seconds: Seconds from then, when the two links are free again, until the message
+            arrives.
         incast_share: Share of the bandwidth that is left while several ranks send to the same rank
             (incast), because packets get lost. A coordinator prevents that.
     """
