@@ -120,7 +120,8 @@ class Workload:
         return self.layers[index].forward[kind] + _for_kind(self.step.run_overhead_seconds, kind)
 
     def _run_overhead_seconds(self, kind: int) -> float:
-        """Return the overhead of a layer that is not recomputed; see `forward_seconds`."""
+        """Return the overhead of a layer's forward and backward, without recomputation; see
+        `forward_seconds`."""
         return _for_kind(self.step.run_overhead_seconds, kind) if len(self.replicas) > 1 else 0.0
 
     def stage_cost(
@@ -285,8 +286,8 @@ class Workload:
     def loss_check_bytes(self, stage: int, layers: range) -> int:
         """Return the bytes that a stage holds during the loss check; 0 if it has no such check.
 
-        If the loss is computed per micro-batch, the last stage checks that their mean equals the
-        loss of the whole batch. No micro-batch is in flight then.
+        If the loss is computed per micro-batch, the last stage checks that the mean of these losses
+        equals the loss of the whole batch. No micro-batch is in flight then.
         """
         if stage < self.stages - 1 or self.schedule.whole_batch_loss or self.microbatches == 1:
             return 0
