@@ -171,11 +171,13 @@ class PendingFetch:
     node: int
 
     def delays(self, request: BatchRequest) -> bool:
-        """Return true if a batch request waits for a sample of this fetch."""
+        """Return True if a batch request waits for a sample of this fetch.
+
+        If the fetch fails, so does the request. The storage has tried until its deadline, and
+        another fetch would double the request's wait.
+        """
         if self.request is not None:
             return request is self.request
-        # If this fetch fails, the request fails, too. The storage has tried until its deadline, and
-        # another try would double the request's wait.
         is_needed = np.isin(self.epoch_slots, request.epoch_slots).any()
         return request.epoch is self.epoch and bool(is_needed)
 

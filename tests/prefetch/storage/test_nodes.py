@@ -148,6 +148,12 @@ def test_a_read_is_repeated_after_a_passing_fault(stack: ExitStack, store: Path)
     check(storage, fetch(storage, [1, 4]), [1, 4])
 
 
+def test_pauses_double_up_to_a_limit_for_any_number_of_rounds() -> None:
+    # A node that fails at once reaches 2000 rounds within a timeout of about an hour.
+    pauses = [node_storage._pause_seconds(rounds) for rounds in (1, 2, 3, 2000)]
+    assert pauses == [0.05, 0.1, 0.2, 2.0]
+
+
 def test_a_silent_node_is_an_error_and_its_replica_is_preferred(
     stack: ExitStack, store: Path
 ) -> None:

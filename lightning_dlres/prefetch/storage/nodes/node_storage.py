@@ -316,9 +316,8 @@ class NodeStorage(Storage):
                 self._reply(Reply(fetch.fetch_id, self._lost_error(fetch)))
                 return
         # Pause only after each replica has failed once more.
-        rounds = fetch.tries // self._replicas
-        has_other_replica = fetch.tries % self._replicas != 0
-        pause = 0.0 if has_other_replica else min(_FIRST_PAUSE * 2**rounds, _MAX_PAUSE)
+        rounds, next_replica = divmod(fetch.tries, self._replicas)
+        pause = 0.0 if next_replica else _pause_seconds(rounds)
         if time.monotonic() + pause >= fetch.deadline:
             self._reply(Reply(fetch.fetch_id, self._timeout_error(fetch)))
         else:
@@ -397,6 +396,13 @@ def open_nodes(
 def _describe_data_set(welcome: protocol.Welcome) -> str:
     contents = f", contents {welcome.content_digest}" if welcome.content_digest else ""
     return f"digest {welcome.digest}{contents}"
+
+
+def _pause_seconds(rounds: int) -> float:
+    """Return the seconds to pause after this many rounds of failed attempts, at least one."""
+    # Cut the exponent too: within a long timeout there are thousands of rounds, and such a power
+    # does not fit into a float.
+    return min(_FIRST_PAUSE * 2.0 ** min(rounds - 1, 16), _MAX_PAUSE)
 
 
 def _join(pieces: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
