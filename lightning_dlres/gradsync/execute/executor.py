@@ -208,11 +208,11 @@ class SyncExecutor:
             group.on_done(error)
 
     def mark(self) -> Any:
-        """Return a mark behind the work of the units, in a callback of `start`."""
+        """Return a mark after the work of the units. Call it only in `on_done` of `start`."""
         return None if self._stream is None else self._stream.mark()
 
     def wait_for(self, mark: Any) -> None:
-        """Let the later work of the calling thread's device begin after a mark."""
+        """Let the calling thread's later work on the device wait for the work before a mark."""
         if self._stream is not None:
             self._stream.wait(mark)
 
