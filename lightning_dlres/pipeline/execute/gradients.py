@@ -134,7 +134,7 @@ class GradientSync:
         self._launched = 0
 
     def begin(self, *, loss_scale: float, has_data: bool) -> None:
-        """Begin a step.
+        """Begin a step. Sums need no preparation; `CompressedGradientSync` overrides this method.
 
         Args:
             loss_scale: Factor of the gradients of the step, such as that of a gradient scaler.
@@ -142,7 +142,10 @@ class GradientSync:
         """
 
     def undo_step(self) -> None:
-        """Undo the last step, because its gradients are not used and the step runs again."""
+        """Undo the last step, because its gradients are not used and the step runs again.
+
+        Sums keep no state between steps; `CompressedGradientSync` overrides this method.
+        """
 
     def layer_done(self, position: int, buffer: GradientBuffer) -> None:
         """Send the buckets that are complete; called when the last micro-batch's backward has

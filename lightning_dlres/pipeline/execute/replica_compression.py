@@ -2,6 +2,9 @@
 
 The ranks of one stage run the task graphs of `gradsync`: each rank is the parameter server of a
 part of the gradients. What compression leaves out is kept as a residual, and sent in later steps.
+
+A window is the steps whose gradients one optimizer step uses: several with gradient accumulation.
+Each bucket has flags, one for each of its parameters: 1 if this rank has a gradient for it, else 0.
 """
 
 from __future__ import annotations
@@ -135,7 +138,7 @@ class ReplicaCompression:
             [plan.rank_name(peer) for peer in self._ranks],
             timeout=timeout,
             check=check,
-            # The timeline of the pipeline takes no notice of messages that are none of its own.
+            # The pipeline's timeline shows only the pipeline's own messages, so trace none here.
             tracer=Tracer(enabled=False),
         )
         self._synchroniser = GradientSynchroniser(
@@ -185,7 +188,7 @@ class ReplicaCompression:
         self._synchroniser.wait_for(mark)
 
     def undo_step(self) -> None:
-        """Give the states the values of before the last step, which runs again.
+        """Restore the states from before the last step, which runs again.
 
         The rerun is a new step for the codecs: its number, a part of random seeds, is another one.
         """
@@ -194,11 +197,11 @@ class ReplicaCompression:
         copies.restore()
 
     def end_window(self, *, is_skipped: bool) -> None:
-        """End the steps whose gradients one optimizer step uses.
+        """End the window.
 
         Args:
             is_skipped: True if the optimizer skipped its step because of an overflow. The states
-                then get the values of before the first of these steps.
+                from before the window are then restored.
         """
         self._window_start = self._step
         if self._before_window is not None:
@@ -207,7 +210,7 @@ class ReplicaCompression:
             self._before_window.forget()
 
     def _copies_before_step(self) -> StateCopies | None:
-        """Return the copies of before this step: those of the window, if it is its first step."""
+        """Return the copies from before this step: those of the window in its first step."""
         if self._before_window is not None and self._step == self._window_start + 1:
             return self._before_window
         return self._before_step

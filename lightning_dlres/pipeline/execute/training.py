@@ -304,8 +304,8 @@ class TrainingStep:
 
     def send_gradient(self, m: int) -> None:
         # A message must not share storage with a parameter's gradient: the next micro-batch and
-        # clipping write to that. It can share storage only with gradients that are new since the
-        # last message.
+        # clipping write to that. Gradients from before the last message cannot share storage with
+        # this one, so check only the new ones.
         new_storages = self.buffer.pop_new_storages()
         gradients = [
             g.clone() if g is not None and storage_id(g) in new_storages else g

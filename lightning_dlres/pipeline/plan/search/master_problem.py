@@ -47,15 +47,16 @@ class Solution:
 class MasterProblem:
     """Master problem of the decomposition, in HiGHS: one variable per segment, and the step.
 
-    The step is in units of the target, so it is at most 1. A cut requires that the step is no
-    shorter than one path through the events. HiGHS keeps the relaxed program, in which segments may
-    be chosen in part. So after a new cut it continues from the previous solution.
+    The step is in units of the target, and at most 1: a longer one would not beat the target. A cut
+    requires that the step is no shorter than one path through the events. HiGHS keeps the relaxed
+    program, in which segments may be chosen in part. So after a new cut it continues from the
+    previous solution.
 
     Args:
         columns: The segments to choose from, in the order of stages.
         stages: Number of stages.
         layers: Number of layers of the model.
-        target: Seconds that are the unit of the step.
+        target: Seconds of the step to beat.
 
     Attributes:
         in_time: True unless HiGHS has reached a time limit.
