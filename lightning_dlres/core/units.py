@@ -6,8 +6,8 @@ config file and command.
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -32,6 +32,8 @@ _SECONDS: Mapping[str, float] = {
 }
 _BYTE_UNITS = (("PiB", 1024**5), ("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2))
 _SECOND_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
+# Most digits of a text that is read as an integer: as many as 2**64 has.
+_MAX_DIGITS = 20
 _QUANTITY = re.compile(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)\s*([a-zµμ]*)\s*", re.I)
 
 
@@ -109,13 +111,16 @@ def _quantity(value: object, units: Mapping[str, int] | Mapping[str, float]) -> 
         factor = units.get(match[2].lower()) if match else None
         if match is None or factor is None:
             return None
-        # Whole numbers stay integers: a float would round sizes above 2**53 bytes.
-        number = int(match[1]) * factor if match[1].isdecimal() else float(match[1]) * factor
+        # Whole numbers stay integers: a float would round sizes above 2**53 bytes. Longer ones may
+        # be beyond the range of floats, and become infinite.
+        is_whole = match[1].isdecimal() and len(match[1]) <= _MAX_DIGITS
+        number = (int(match[1]) if is_whole else float(match[1])) * factor
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         number = value
     else:
         return None
-    return number if number >= 0 and math.isfinite(number) else None
+    # `math.isfinite` would raise for an integer beyond the range of floats.
+    return number if 0 <= number <= sys.float_info.max else None
 
 
 def _digits(number: float) -> str:

@@ -71,6 +71,8 @@ def test_durations_are_parsed(value: str | int | float | timedelta, seconds: flo
         True,
         None,
         "1e999",
+        "9" * 400,
+        10**400,
     ],
 )
 def test_invalid_values_are_refused_with_the_name_of_the_argument(bad: object) -> None:
