@@ -26,9 +26,11 @@ def states_by_key(keys: ModelKeys, optimizers: list[Optimizer]) -> dict[int, dic
     return states
 
 
-def _part(value: Any, whole: torch.Size, start: int, count: int, shape: tuple[int, ...]) -> Any:
-    """Return a key's part of a state: of a tensor like the parameter, or all of it."""
-    if not isinstance(value, Tensor) or value.shape != whole or not whole:
+def _part(
+    value: Any, parameter_shape: torch.Size, start: int, count: int, shape: tuple[int, ...]
+) -> Any:
+    """Return a key's part of a state with one value per element; return any other state whole."""
+    if not isinstance(value, Tensor) or value.shape != parameter_shape or not parameter_shape:
         return value
     return value.reshape(-1)[start : start + count].view(shape)
 
@@ -51,7 +53,10 @@ def fill_state(
 
 
 def _joined(values: list[Any], shapes: list[tuple[int, ...]], parameter: Tensor) -> Any:
-    """Return the state of a parameter, of the states of its keys."""
+    """Return a parameter's state, joined from the states of its keys.
+
+    A state without one value per element, such as the number of steps, is equal in all keys.
+    """
     first = values[0]
     if not isinstance(first, Tensor) or len(values) == 1:
         return first

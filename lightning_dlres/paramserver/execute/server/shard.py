@@ -35,9 +35,9 @@ from lightning_dlres.paramserver.gradient_codecs import codec_of, job_codec
 MAX_WORKERS, MAX_KEYS = 4096, 1_000_000
 # Largest number of keys times workers: each pair takes memory for two numbers.
 _MAX_VERSIONS = 1 << 24
-# Bytes of pushes that may wait for those of slower workers: a share of the parameters, at least 64
-# MiB.
-_PENDING_SHARE, _LEAST_PENDING_BYTES = 16, 64 << 20
+# Bytes of pushes that may wait for those of slower workers: the bytes of the parameters divided by
+# 16, but at least 64 MiB.
+_PENDING_DIVISOR, _LEAST_PENDING_BYTES = 16, 64 << 20
 # Longest deadline of workers, in seconds: a server must become free when they are gone.
 _MAX_DEADLINE = 7 * 86400.0
 
@@ -87,7 +87,8 @@ class Shard:
         }
         self._consistency: Synchronous | Asynchronous
         if setup.consistency == BSP:
-            pending = max(_LEAST_PENDING_BYTES, sum(k.nbytes for k in setup.keys) // _PENDING_SHARE)
+            nbytes = sum(key.nbytes for key in setup.keys)
+            pending = max(_LEAST_PENDING_BYTES, nbytes // _PENDING_DIVISOR)
             self._consistency = Synchronous(self.members, self._update, pending)
         else:
             staleness = setup.staleness if setup.consistency == SSP else None
@@ -107,11 +108,12 @@ class Shard:
     def load(self, load: protocol.Load, data: memoryview) -> None:
         """Set the initial value of a key, or a part of its optimizer state.
 
+        Once the job has started, this changes nothing: the request was sent twice.
+
         Raises:
-            ProtocolError: If the data does not fit, or the job has begun.
+            ProtocolError: If the data does not fit.
         """
         if self.is_started:
-            # The request was sent twice, and the job has begun in between.
             return
         state = self.state_of(load.key)
         if not load.state:
@@ -126,7 +128,7 @@ class Shard:
         self._optimizers.load_state(state.key, state.parameter, load.state, value)
 
     def set_optimizer_state(self, state: KeyState, name: str, value: Any) -> None:
-        """Set a part of a key's optimizer state from a snapshot, which is not doubted."""
+        """Set a part of a key's optimizer state, without checks: it comes from a snapshot."""
         self._optimizers.set_state(state.key, state.parameter, name, value)
 
     def optimizer_state(self, state: KeyState) -> dict[str, Any]:
@@ -190,9 +192,10 @@ class Shard:
         """Apply held updates; yield key and answer.
 
         Raises:
-            ProtocolError: If the payload is malformed.
+            ProtocolError: If the scale is infinite or negative, or a key is not of this server.
+            msgspec.MsgspecError: If the payload is malformed.
         """
-        # NaN is what clipping makes of gradients with a NaN.
+        # NaN is allowed: clipping computes it from gradients with a NaN.
         if math.isinf(commit.scale) or commit.scale < 0:
             raise ProtocolError(f"the scale {commit.scale} of a commit.")
         released = from_msgpack(data, list[tuple[protocol.Count, protocol.Count]])
@@ -238,7 +241,8 @@ class Shard:
             data: Index and number of each key, as msgpack.
 
         Raises:
-            ProtocolError: If the data is malformed.
+            ProtocolError: If a key is not of this server.
+            msgspec.MsgspecError: If the data is malformed.
         """
         numbers = from_msgpack(data, list[tuple[protocol.Count, protocol.Count]])
         return all(number <= self.durable(self.state_of(key), worker) for key, number in numbers)
@@ -266,7 +270,7 @@ def _check_setup(setup: protocol.JobSetup) -> None:
     if not 1 <= setup.workers <= MAX_WORKERS or len(setup.keys) > MAX_KEYS:
         raise ProtocolError(f"a job of {setup.workers} workers and {len(setup.keys)} keys.")
     if len(indices) < len(setup.keys) or min(indices, default=0) < 0:
-        raise ProtocolError("two keys with the same index.")
+        raise ProtocolError("two keys with the same index, or a negative index.")
     if len(setup.keys) * setup.workers > _MAX_VERSIONS:
         raise ProtocolError(
             f"{len(setup.keys)} keys of {setup.workers} workers, expected a product of at most "

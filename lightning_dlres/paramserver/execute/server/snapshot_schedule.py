@@ -57,7 +57,8 @@ class SnapshotSchedule:
         if self._files is None or shard is None or not shard.is_started:
             return False, False
         if shard.failure:
-            # A key may be updated in part: go on from the last snapshot.
+            # A key may be updated in part, and must not reach the disk. A restarted server goes on
+            # from the previous snapshot.
             if self._task is not None:
                 self._task.cancel(shard.failure)
                 self._conclude(self._task, now)

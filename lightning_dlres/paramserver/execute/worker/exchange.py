@@ -76,12 +76,12 @@ class Exchange:
         incarnation: Number of this process; larger than those of earlier ones of the worker.
         keys: Exchange of each key.
         log: Pushes that a server may ask for again.
-        bases: Number of each key from which this process has begun.
+        bases: For each key, the number of the value from which this process has begun.
         is_synchronous: True under "bsp": servers need the pushes of predecessors, too.
         failure: Error that ended the exchange; None while it runs.
-        progress: Clock at the last value that arrived.
+        progress: Clock at the last answer of a server, or at the start of the present wait.
         awaited: Keys whose values are awaited, by index.
-        unmerged: Those of them whose pushes are not merged either.
+        unmerged: Keys in `awaited` whose pushes are not known to be merged.
         pushed_bytes, pulled_bytes: Bytes of payloads so far, those sent again included.
     """
 
@@ -134,7 +134,13 @@ class Exchange:
                 one.value, one.expected = None, -1
 
     def owed_after(self, key: int, number: int) -> int:
-        """Return the number after which a server that has pushes up to `number` needs them."""
+        """Return the number after which a key's pushes must be sent to a server again.
+
+        Args:
+            key: Index of the key.
+            number: Number of this worker's latest push that the server has. Except under "bsp", the
+                server does not need the pushes of predecessors that it lacks.
+        """
         return number if self.is_synchronous else max(number, self.bases[key])
 
     def request(self) -> protocol.Request:

@@ -51,7 +51,7 @@ class Joining:
         """Describe the job to the servers and give them the parameters; only worker 0 calls it.
 
         Args:
-            states: Optimizer state by index of the key, of a checkpoint.
+            states: Optimizer states of a checkpoint, by index of the key; None for new ones.
 
         Raises:
             PeerError: If a server refuses the job, or does not answer in time.
@@ -98,14 +98,14 @@ class Joining:
             numbers = self._replay()
             lowest, highest = min(numbers, default=0), max(numbers, default=0)
             if self._job.consistency != BSP:
-                wanted = numbers
+                bases = numbers
             elif highest - lowest <= 1:
                 # If a step is under way, take part in it.
-                wanted = [lowest] * len(numbers)
+                bases = [lowest] * len(numbers)
             else:
                 self._waits.pause(deadline, "the other workers, which bring a server up to date")
                 continue
-            if self._pull(wanted):
+            if self._pull(bases):
                 return lowest
             self._waits.pause(deadline, "a server that was started again")
 
@@ -186,7 +186,14 @@ class Joining:
         return numbers
 
     def _pull(self, numbers: Sequence[int]) -> bool:
-        """Land the values of these numbers; return False if a server has only newer ones."""
+        """Land a value of each key, and go on from its number; return True if that was possible.
+
+        Under "bsp" every value must have exactly the given number: return False, and land none, if
+        a server has only a newer one. Otherwise newer values do as well.
+
+        Args:
+            numbers: Number for each key.
+        """
         with self._exchange.lock:
             for index, number in enumerate(numbers):
                 self._exchange.expect(index, number, is_queued=False)

@@ -103,7 +103,7 @@ class WorkerSession:
         """Describe the job to the servers and give them the parameters; only worker 0 calls it.
 
         Args:
-            states: Optimizer state by index of the key, of a checkpoint.
+            states: Optimizer states of a checkpoint, by index of the key; None for new ones.
 
         Raises:
             PeerError: If a server refuses the job, or does not answer in time.
