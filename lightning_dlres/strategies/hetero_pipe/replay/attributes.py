@@ -137,7 +137,7 @@ class UserState:
                 continue
             seen.add(id(value))
             if kind == "module" and not is_root:
-                # No root, so no submodule of the LightningModule: a list or a callback holds it.
+                # A list or a callback holds it: submodules of the LightningModule are all roots.
                 if id(value) in self._layer_ids:
                     continue
                 queue += [(f"{path}.{name}", child) for name, child in value.named_children()]
@@ -347,6 +347,8 @@ class IsolatedState:
             with suppress(ConfigError, RecursionError):
                 shared.append(self._encoding_of(value, references))
                 references[id(value)] = [SHARED, len(shared) - 1]
+        # Name of the first value that may use a shared one. Errors show it, since the shared values
+        # have no path of their own.
         first_user = None
         for pair, path, name, value in self._pending:
             try:
