@@ -1,4 +1,4 @@
-"""Command `dlres ps`: serve parameters, show the state of servers, and write keys."""
+"""Command `dlres ps`: serve parameters, show the state of servers, and write encryption keys."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parameter_server(options: Sequence[str]) -> int:
     """
     settings = _parser().parse_args(options)
     if settings.command == "serve":
-        # Replace this process by one without Lightning, whose memory counts beside parameters.
+        # Replace this process by one that does not import Lightning, to leave memory to parameters.
         sys.stdout.flush()
         command = lightweight_command("lightning_dlres.cli.parameter_server:serve_main", *options)
         os.execv(command[0], command)
@@ -138,7 +138,7 @@ def _register(name: str) -> None:
         ) from error
     if not isinstance(value, type) or not issubclass(value, Optimizer):
         raise ConfigError(
-            got_expected("--optimizer", name, "a class of torch.optim.Optimizer", "module:Class")
+            got_expected("--optimizer", name, "a subclass of torch.optim.Optimizer", "module:Class")
         )
     register_server_optimizer(value)
 
@@ -179,7 +179,8 @@ def _status(settings: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dlres ps", description="Run parameter servers, show their state, and write keys."
+        prog="dlres ps",
+        description="Run parameter servers, show their state, and write encryption keys.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -1,4 +1,4 @@
-"""Parts of the commands that serve other hosts: their options, keys and end."""
+"""Parts of the commands that serve other hosts: options, key files and stop signals."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def add_serving_options(parser: argparse.ArgumentParser, port: int, name: str, p
 
     Args:
         parser: Parser of the command.
-        port: Default port of the first one.
-        name: Name of what is served by one port, such as "node".
-        peers: Name of those who connect, such as "clients".
+        port: Default port of server 0.
+        name: Name of a server in the help, such as "node".
+        peers: Name of the processes that connect to it, such as "clients".
     """
     parser.add_argument(
         "--bind", default="127.0.0.1", help="numeric address to listen on (127.0.0.1); 0.0.0.0: all"
@@ -66,7 +66,7 @@ def stop_event() -> threading.Event:
 
 
 def add_key_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command that writes keys, which is `write_keys`."""
+    """Add the options of a command that writes keys, and make it run `write_keys`."""
     parser.add_argument("name", help="name of the host or job")
     parser.add_argument("--directory", type=Path, default=Path(), help="directory to write to (.)")
     parser.set_defaults(run=write_keys)
