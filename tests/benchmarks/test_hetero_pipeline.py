@@ -11,6 +11,7 @@ import pytest
 from benchmarks import hetero_pipeline
 from benchmarks.hetero_pipeline import bound_on_ratio, noise_of
 from benchmarks.support import command
+from benchmarks.support.hetero_pipeline.contenders import require_same_losses
 from benchmarks.support.testbed import reason_unavailable
 
 
@@ -26,6 +27,13 @@ def test_noise_falls_with_the_number_of_starts() -> None:
     assert noise_of([[0.9, 1.0, 1.1]] * 3) == 0.0
     assert noise_of(starts) == pytest.approx(1.2533 * 0.1 / math.sqrt(3))
     assert noise_of(starts * 9) < noise_of(starts) / 2.9
+
+
+def test_losses_that_differ_or_are_not_numbers_are_unfair() -> None:
+    require_same_losses([2.0, 1.0], [2.0, 1.0005], [2.0])
+    for loss in (1.1, math.nan):
+        with pytest.raises(command.FairnessError, match="losses of step 1 must be equal"):
+            require_same_losses([2.0, 1.0], [2.0, loss])
 
 
 @pytest.mark.root

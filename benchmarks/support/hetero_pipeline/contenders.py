@@ -26,8 +26,9 @@ class Settings:
     A *start* makes new ranks for both contenders. They then take turns: a *turn* is a few steps of
     one contender while the other waits.
 
-    Our pipeline checks its loss before steps 0, 1, 2, 4, 8 and so on. So the first steps do not
-    count. Neither does the first step of a turn, which may be step 8.
+    Before steps 0, 1, 2, 4, 8 and so on, our pipeline checks its loss, which makes them slower. So
+    the first steps of a training run do not count. Neither does the first step of a later turn,
+    which may be step 8.
 
     Attributes:
         task: Sizes that differ from the defaults of the model's `Task`.
@@ -64,7 +65,7 @@ class Settings:
     profile_seconds: float = 3.0
 
     def turns(self, count: int) -> list[int]:
-        """Return the number of steps of each turn of ours: the first steps, then `count` turns."""
+        """Return the number of steps of each of our turns: the warm-up, then `count` turns."""
         return [self.warmup, *[1 + self.counted] * count]
 
 
@@ -213,11 +214,12 @@ def require_same_losses(ours: Sequence[float], *peers: Sequence[float]) -> None:
     """Raise unless the losses show the same model and data on both sides.
 
     Raises:
-        FairnessError: If two losses differ.
+        FairnessError: If two losses differ by more than rounding, or one is NaN.
     """
     for peer in peers:
         for step, (a, b) in enumerate(zip(ours, peer, strict=False)):
-            if abs(a - b) > _LOSS_TOLERANCE * abs(b):
+            # Written so that NaN fails, too.
+            if not abs(a - b) <= _LOSS_TOLERANCE * abs(b):
                 raise FairnessError(
                     f"losses of step {step} must be equal, got {a} (ours) and {b} (peer)"
                 )

@@ -35,7 +35,7 @@ def float32_keys(parameters: Mapping[str, Tensor], servers: int, key_bytes: int)
 
 
 def setup_of(optimizer: torch.optim.Optimizer) -> OptimizerSetup:
-    """Return an optimizer with one group, as servers make it."""
+    """Return the description from which servers make an optimizer with one group."""
     group = wire_options(optimizer.param_groups[0], optimizer.defaults)
     return OptimizerSetup(name=optimizer_name(type(optimizer)), groups=[group])
 
@@ -77,5 +77,5 @@ def open_session(
 
 
 def packed_options(optimizer: torch.optim.Optimizer) -> bytes:
-    """Return the present options of an optimizer's only group, as pushes carry them."""
+    """Return the present options of an optimizer's only group, encoded as in a push."""
     return msgspec.msgpack.encode(wire_options(optimizer.param_groups[0], optimizer.defaults))
