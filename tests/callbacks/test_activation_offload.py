@@ -412,6 +412,7 @@ class Remembers(nn.Module):
         self.seen: list[int] = []
         self.inner = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
         self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("order", torch.arange(3.0))
 
     def forward(self, x: Tensor) -> Tensor:
         scale = 1.0
@@ -421,6 +422,9 @@ class Remembers(nn.Module):
             self.seen.append(len(x))
         elif self.how == "buffer":
             self.count.add_(1)
+        elif self.how == "order in a buffer":
+            self.order.copy_(self.order.roll(1))
+            scale = 1.0 + float(self.order[0])
         elif self.how == "python's random state":
             scale = random.random()
         elif self.how == "NumPy's random state":
@@ -430,7 +434,10 @@ class Remembers(nn.Module):
 
 @pytest.mark.parametrize(
     "how",
-    ["counter", "list", "buffer", "python's random state", "NumPy's random state", "nothing"],
+    [
+        *("counter", "list", "buffer", "order in a buffer", "python's random state"),
+        *("NumPy's random state", "nothing"),
+    ],
 )
 def test_modules_with_side_effects_are_not_recomputed(how: str) -> None:
     def train(*callbacks: Callback) -> dict[str, Tensor]:

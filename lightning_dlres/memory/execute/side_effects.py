@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_dlres.core._compat import is_wrapped
+from lightning_dlres.core._compat import is_wrapped, version_of
 
 # Containers in attributes are compared by content up to this nesting depth.
 _MAX_DEPTH = 4
@@ -27,8 +27,9 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 class SideEffectProbe:
     """Snapshot of a module's state before a forward, for comparison with the state after it.
 
-    The state is made of parameters, buffers, attributes and random generators other than torch's
-    global ones. State outside of the module is not covered.
+    The state is made of the module's parameters, buffers and attributes, and of the global random
+    generators of Python and NumPy. Those of torch are left out, since a second run restores them.
+    Other state outside of the module is not covered.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -53,7 +54,8 @@ def _content(value: Any, depth: int) -> Any:
     """Return a value's content in a comparable form; the value itself if it cannot be read."""
     if isinstance(value, Tensor):
         with torch.no_grad():
-            return value, checksum(value)
+            # An operation that only moves elements leaves the checksum equal.
+            return value, None if value.is_inference() else version_of(value), checksum(value)
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, random.Random):
@@ -73,7 +75,8 @@ def _content(value: Any, depth: int) -> Any:
 def checksum(tensor: Tensor) -> Any:
     """Return the sum of a tensor's bits as integers; None for a tensor without plain memory.
 
-    The sum differs if an element differs, except by rare accident.
+    The sum differs if an element differs, except by rare accident. It does not depend on the order
+    of the elements.
     """
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or is_lazy(tensor):
         return None
@@ -88,7 +91,7 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)) and type(one) is type(other):
         same = (_is_same(a, b) for a, b in zip(one, other, strict=False))
         return len(one) == len(other) and all(same)
-    if isinstance(one, (*PLAIN, np.ndarray)) and type(one) is type(other):
+    if isinstance(one, PLAIN) and type(one) is type(other):
         # NaN is not equal to itself. Here it must count as unchanged.
         return bool(one == other) or one != one
     return one is other

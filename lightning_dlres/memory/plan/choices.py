@@ -110,6 +110,7 @@ def reuse_changes(storage: SavedStorageProfile, reuse: Reuse) -> Iterator[tuple[
     if reuse.overwritten_at is None:
         yield storage.shared_until + 1, storage.end + 1, -storage.nbytes
         return
-    # The gradient needs no memory of its own. It overwrites the storage after its last reader.
+    # While the last reader runs, this part of its gradient needs no memory of its own. Afterwards
+    # the storage's memory is the gradient's, whose bytes the profile's base counts already.
     yield reuse.overwritten_at + 1, reuse.overwritten_at + 1, -reuse.nbytes
     yield reuse.overwritten_at + 2, storage.end + 1, -storage.nbytes
