@@ -33,7 +33,7 @@ class JobWorker:
     Attributes:
         incarnation: Incarnation of its latest process; 0 before the first.
         is_shut_out: True if that process was silent past its deadline.
-        has_left: True if that process has ended in order.
+        has_left: True if that process has said farewell with a `LEAVE` request.
         last_heard: Clock at its last message; None if it was never heard.
         peer: Name of its connection.
         pushed_bytes, pulled_bytes: Bytes of its gradients, and of the values sent to it.
@@ -126,7 +126,7 @@ class JobWorkers:
         return silent
 
     def are_over(self) -> bool:
-        """Return True if no worker takes part any more: each has left or was shut out."""
+        """Return True if no worker takes part: all that were heard have left or were shut out."""
         return all(
             member.has_left or member.is_shut_out
             for member in self.by_index
@@ -134,5 +134,5 @@ class JobWorkers:
         )
 
     def have_left(self) -> bool:
-        """Return True if all workers have ended in order."""
+        """Return True if all workers have said farewell."""
         return all(member.has_left for member in self.by_index)

@@ -32,7 +32,12 @@ class RetiredValues:
         self._retired: dict[object, deque[tuple[Tensor, list[zmq.MessageTracker]]]] = {}
 
     def replace(self, value: Tensor, trackers: list[zmq.MessageTracker]) -> Tensor:
-        """Return a copy of a value, whose memory is free once all trackers are done."""
+        """Return a copy of a value, and keep the value's own memory for a later copy.
+
+        Args:
+            value: The value.
+            trackers: ZeroMQ's uses of its memory, which is free once all are done.
+        """
         retired = self._retired.setdefault((value.dtype, value.shape), deque())
         is_free = bool(retired) and all(tracker.done for tracker in retired[0][1])
         copy = retired.popleft()[0] if is_free else torch.empty_like(value)
@@ -52,13 +57,13 @@ class KeyState:
         parameter: Its value.
         gradient: Gradient that is being merged. Under "bsp" it holds the previous value of the
             parameter between an update and the next push, for a worker that rejoins in between.
-        applied: Number of the latest push of each worker in the parameter.
-        durable: The same for the copy of the key in the latest snapshot.
+        applied: For each worker, the number of its latest push that the parameter contains.
+        durable: The same for the copy of the parameter in the latest snapshot.
         updates: Number of updates.
         pending: Payloads that cannot be merged yet, by worker; None for a push without gradient.
         deferred: Workers whose payloads were discarded, since too many wait.
-        merged: Number of workers whose pushes are merged; workers merge in the order of their
-            indices.
+        merged: Number of workers whose pushes are merged. Pushes are merged in the order of the
+            workers, so it is also the index of the next one.
         has_gradient: True if one of the merged pushes had a gradient.
         is_held: True if all pushes are merged, and the update waits for a commit.
         norm: Squared norm of the merged gradient, if it is held.

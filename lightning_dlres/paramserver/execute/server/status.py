@@ -18,7 +18,7 @@ _AGE_SECONDS = 0.1
 
 
 class StatusAnswer:
-    """Answer to those who ask for a server's state, as it was a moment ago at most.
+    """Answer to requests for a server's state; the state in it is at most a moment old.
 
     Anyone may ask, so many requests must not take the server's time.
 
