@@ -39,7 +39,7 @@ class StepRecorder:
         # Start and end, in the last logged step, of the backward that synchronised gradients.
         self._logged_ns = (time.perf_counter_ns(),) * 2
         self._residual_norm: float | None = None
-        # Changes of the plan that were printed.
+        # Number of the plan's changes that were printed.
         self._printed_changes = 0
 
     @contextmanager
@@ -91,8 +91,8 @@ class StepRecorder:
             return
         since_ns, logged_ns = self._logged_ns
         spans = self._tracer.spans()
-        # Newest first. Begin at the start of the last logged step, not at its end: messages for
-        # the step after it may have come before its end.
+        # Newest first. Begin at the start of the last logged backward, not at its end: messages
+        # for the step after it may have come before that end.
         recent = takewhile(lambda span: span.end_ns > since_ns, reversed(spans))
         is_truncated = self._tracer.dropped > 0 and spans[0].end_ns > since_ns
         steps = [s for s in rank_steps(recent, is_truncated=is_truncated) if s.end_ns > logged_ns]

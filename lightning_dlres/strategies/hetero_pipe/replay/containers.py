@@ -58,7 +58,8 @@ def arrives_unchanged(value: Any, references: References = _NO_REFERENCES) -> bo
 
     Args:
         value: The value.
-        references: See `pack`. A value that holds one of these objects is not carried as it is.
+        references: See `pack`. A list, tuple or dict that holds one of these objects is not carried
+            as it is. A data class, or another mapping, is: `pack` cannot rebuild it.
     """
 
     def is_plain(part: Any) -> bool:

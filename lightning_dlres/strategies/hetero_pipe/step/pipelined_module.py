@@ -6,7 +6,9 @@ Three kinds of module can be pipelined:
 - an `nn.ModuleList` whose members user code calls one after the other, and
 - any other single module, as one layer. An `nn.Sequential` with a `forward` of its own is one, too.
 
-Only the module's own `forward` is replaced, so that the user's hooks still fire.
+The `forward` of an `nn.Sequential` or a single module is replaced, so that the user's hooks on it
+still fire. In an `nn.ModuleList` the calls of the members are replaced, hooks included: the hooks
+fire only on the stage that runs the member.
 """
 
 from __future__ import annotations
