@@ -24,9 +24,9 @@ WIDTH, LAYERS = 512, 24
 # Larger than the model, so that all gradients are in one bucket. With several buckets, PowerSGD's
 # hook deadlocks gloo.
 ONE_BUCKET_MB = 1000.0
-# Buckets of `CompressedDDPStrategy` for all algorithms but "none".
+# Buckets of all algorithms that `_BUCKETS_MB` does not name: those of `CompressedDDPStrategy`.
 _OWN_BUCKETS_MB = 8.0
-# Other buckets, by algorithm; None: those of DistributedDataParallel.
+# Buckets of the other algorithms; None: the default of DistributedDataParallel.
 _BUCKETS_MB = {"ddp": None, "fp16 hook": None, "none": None, "powersgd": ONE_BUCKET_MB}
 # Rank of PowerSGD's matrices, in the middle of those that its authors use (Vogels et al., 2019).
 _POWERSGD_RANK = 2
@@ -79,10 +79,9 @@ class Contender:
     Args:
         algorithm: "alone" (no synchronisation), "ddp", "fp16 hook", "powersgd", "blocking" followed
             by a gradient codec (see `BlockingCodec`), or an algorithm of `GradientSyncState`.
-        options: Further arguments of `GradientSyncState`. Two are none of its arguments:
-            `bucket_cap_mb` is for DistributedDataParallel (None: as `CompressedDDPStrategy` does
-            for our algorithms, and the default for others), and `batches` set to False sends the
-            payload of each unit in a message of its own.
+        options: Further arguments of `GradientSyncState`, and two of this class. `bucket_cap_mb` is
+            for DistributedDataParallel; without it, buckets are as in `_BUCKETS_MB`. `batches` set
+            to False sends the payload of each unit in a message of its own.
 
     Attributes:
         model: The model, wrapped in DistributedDataParallel unless it is "alone".
@@ -126,8 +125,9 @@ class Contender:
     def steps(self, count: int, batch: Tensor, emulated: float = 0.0) -> float:
         """Train `count` steps after a barrier of all ranks; return the mean seconds of a step.
 
-        There is no barrier between steps, as there is none in a training. It would let two ranks
-        compute alone on two processors while the others wait, as if each had a processor.
+        There is no barrier between steps, as there is none in a training. A barrier would let two
+        ranks compute alone on two processors while the others wait, as if each rank had a
+        processor.
 
         Args:
             count: Number of steps.

@@ -18,8 +18,8 @@ from lightning_dlres.paramserver.execute.server.service import ParameterServer
 def main(rpc: RankRpc) -> None:
     """Follow orders until the benchmark ends.
 
-    "open" a server at the address "bind", with the directory "snapshot" or None; or tell what was
-    "used" so far, see `used`.
+    There are two orders. "open" starts a server at the address "bind", with snapshots in the
+    directory "snapshot" if it is not None. "used" asks for the result of `used`.
     """
     torch.set_num_threads(1)
     servers: list[ParameterServer] = []

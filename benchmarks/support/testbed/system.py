@@ -23,8 +23,8 @@ from benchmarks.support.testbed.hosts import RATE, Host, UnavailableError
 PERIOD_US = 10_000
 # The kernel's smallest quota, in microseconds; smaller shares get a longer period.
 MIN_QUOTA_US = 1_000
-# Traffic that a link passes unshaped after a pause, as seconds at its rate and least bytes: some
-# packets, small beside a message.
+# Traffic that a link passes unshaped after a pause: as many bytes as it carries in so many seconds,
+# but at least so many bytes. These are some packets, few beside those of a message.
 BURST_SECONDS, MIN_BURST_BYTES = 0.002, 8192
 # Longest time that a packet waits for its link; later packets are dropped, as by a switch.
 QUEUE = "50ms"
