@@ -3,7 +3,8 @@
 `copy.copy` of a patched module shares the patched forward, which holds the original module. The
 tracker lets the forward find the copy, so that the copy computes with its own weights: when a
 forward begins, the module called last is its own. A direct call of `forward` is not tracked, and
-computes with the weights of the original. So a forward uses up the call that it belongs to.
+computes with the weights of the original. So each forward removes the call that it belongs to:
+otherwise a later direct call would find it.
 """
 
 from __future__ import annotations

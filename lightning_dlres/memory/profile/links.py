@@ -16,8 +16,9 @@ from lightning_dlres.core.host.slab import aligned
 from lightning_dlres.memory.execute.transfer.tiers import SlabTier
 from lightning_dlres.memory.profile.step_profile import TierLink
 
-# Bounds of the size of a measured copy in bytes. New memory of more than about 32 MiB comes from
-# the operating system every time, which takes longer than the copy itself.
+# Bounds of the size of a measured copy in bytes. Within them a copy has the typical size, since the
+# rate depends on it: new memory of more than about 32 MiB comes from the operating system every
+# time, which takes longer than the copy itself.
 _MIN_BYTES, _MAX_BYTES = 1 << 20, 256 << 20
 # Size in bytes of the copies that measure the latency.
 _SMALL_BYTES = 64 << 10

@@ -90,6 +90,8 @@ class ReuseCandidates:
         """
         for number, storage in enumerate(storages):
             readers = self._readers.get(number, [])
+            # Each module that saved the storage must read it once in backward. Otherwise the order
+            # of the readers is unknown.
             if not storage.uses or len(readers) != len(storage.uses):
                 continue
             relu_name, other_readers = self._split_relu(readers)
