@@ -83,6 +83,7 @@ class Synchronous:
         if push.number != version + 1 or self._has_pushed(state, push.worker):
             return [self.pull(state, push.worker, push.number)]
         if push.worker == 0:
+            # One update has one set of options: those of worker 0 count.
             state.options, state.clip_value = push.options, push.clip_value
         nbytes = 0 if push.data is None else len(push.data)
         if push.worker != state.merged and self._pending_bytes + nbytes > self._max_pending_bytes:
@@ -156,7 +157,7 @@ class Synchronous:
             state.require_unshared()
             previous = state.parameter.detach().clone()
             self._update(state)
-            # The copy takes the place of the gradient, which costs no second copy.
+            # The clone becomes the gradient's tensor, so it is not copied a second time.
             state.gradient = previous
         else:
             state.gradient.copy_(state.parameter.detach())

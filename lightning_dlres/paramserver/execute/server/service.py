@@ -33,7 +33,8 @@ from lightning_dlres.paramserver.execute.server.values import ValueQueue
 
 # Longest wait for a message in seconds.
 _IDLE_SECONDS = 0.25
-# Messages that wait for the server, of each worker.
+# Limits of the server's socket. `queued` bounds the messages that wait in each direction, for each
+# worker.
 _LIMITS = SocketLimits(
     frame_bytes=protocol.FRAME_BYTES, unread_bytes=256 << 20, connections=1024, queued=64
 )
@@ -176,7 +177,7 @@ class ParameterServer:
                 raise ProtocolError(f"{message.peer} sent an unknown request {message.kind!r}.")
         except (ProtocolError, msgspec.MsgspecError) as error:
             self._refuse(message, text_of(error))
-        except Exception as error:  # A job that fails must not end those who come after it.
+        except Exception as error:  # A job that fails must not end the server for later jobs.
             text = f"the server failed at {message.kind!r}: {error!r}."
             if self._shard is not None and self._is_of_job(message):
                 self._shard.failure = text
@@ -255,7 +256,7 @@ class ParameterServer:
         self._values = None if shard is None else ValueQueue(self._server, shard)
 
     def _end_job(self) -> None:
-        """Forget the job, and what would bring it back."""
+        """Forget the job, and remove its snapshot: a restarted server would resume the job."""
         self._snapshots.forget()
         self._snapshots.last = None
         self._use(None)
@@ -349,7 +350,7 @@ class ParameterServer:
         member = shard.members.by_index[request.worker]
         is_new, member.has_left = not member.has_left, True
         if shard.members.have_left():
-            # Kept in memory: the worker asks again if the answer is lost.
+            # The job itself stays in memory, since a worker asks again if the answer is lost.
             self._snapshots.forget()
         elif is_new:
             self._snapshots.save_workers(shard)

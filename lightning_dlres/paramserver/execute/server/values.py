@@ -36,7 +36,14 @@ class _Sent:
 
 @dataclass
 class _Queue:
-    """Values for one worker: the wanted numbers by key, and those that ZeroMQ may still hold."""
+    """Values for one worker.
+
+    Attributes:
+        keys: Heap of the indices of keys whose values wait. Smaller ones are needed earlier.
+        numbers: Number that the worker has asked for, by these keys.
+        in_flight: Values that ZeroMQ may still hold, in the order of sending.
+        nbytes: Bytes of `in_flight`.
+    """
 
     keys: list[int] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)

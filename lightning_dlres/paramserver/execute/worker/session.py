@@ -62,7 +62,7 @@ class WorkerSession:
                 f"optimizer, got {format_bytes(too_large.nbytes)} in {too_large.name}. Use an "
                 "optimizer that treats every element by itself, such as AdamW."
             )
-        round_bytes = sum(key.nbytes + _DETAILS_BYTES for key in job.keys)
+        step_bytes = sum(key.nbytes + _DETAILS_BYTES for key in job.keys)
         path = None
         if job.log_directory is not None:
             # The name must not give the token away.
@@ -73,7 +73,7 @@ class WorkerSession:
             worker=job.worker,
             incarnation=time.time_ns(),
             keys=[KeyExchange(key) for key in job.keys],
-            log=PushLog(max(job.log_bytes, 2 * round_bytes), path),
+            log=PushLog(max(job.log_bytes, 2 * step_bytes), path),
             bases=[0] * len(job.keys),
             is_synchronous=job.consistency == BSP,
         )
@@ -252,7 +252,7 @@ class WorkerSession:
     def leave(self) -> None:
         """Say farewell to the servers, and remove the log; the job ends when all have left.
 
-        A server lets a worker go when it needs the log no more: when the worker's pushes are in a
+        A server answers when it no longer needs the worker's log: when the worker's pushes are in a
         snapshot, or when all workers have their last values.
         """
         with self.exchange.lock:
