@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.command import flags
 from benchmarks.support.report import Check, at_most, conclude, table, versions
+from lightning_dlres.core.device.gpu import gpu_of
 from lightning_dlres.memory.config import ACTIONS, MemoryConfig
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.profile.meter import AllocatorMeter, ProfilerMeter
@@ -275,7 +276,8 @@ def require_same(ways: Sequence[Way]) -> None:
 
 def peak_of(way: Way, x: Tensor, device: torch.device) -> int:
     """Return the peak bytes on the device in one step."""
-    meter = AllocatorMeter(device) if device.type == "cuda" else ProfilerMeter()
+    gpu = gpu_of(device)
+    meter = ProfilerMeter() if gpu is None else AllocatorMeter(gpu)
     way.gradients = []
     with meter.running(lambda: [x, *way.network.parameters()]):
         first = meter.mark(is_own_work=False)

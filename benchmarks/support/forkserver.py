@@ -93,6 +93,7 @@ class ForkServerProcess:
         directory.mkdir(parents=True, exist_ok=True)
         self.address, log = directory / "socket", directory / "log"
         self.address.unlink(missing_ok=True)
+        # The server ends when this process closes its end of the pipe, or ends itself.
         self._lifeline, theirs = Pipe()
         with socket.socket(socket.AF_UNIX) as listener, log.open("wb") as output:
             listener.bind(str(self.address))
