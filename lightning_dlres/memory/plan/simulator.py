@@ -161,7 +161,7 @@ class _Step:
         storage = self._profile.storages[reuse.storage]
         spans = [span for span in reuse_changes(storage, reuse) if span[0] <= span[1]]
         if reuse.overwritten_at is None:
-            # Backward does not ask for it, so it is freed as soon as all other holders release it.
+            # Backward does not ask for it. `_save` frees it at `shared_until`; add only the signs.
             self._replaced.add(reuse.storage)
             spans = [span for span in spans if span[2] > 0]
         for first, last, nbytes in spans:
