@@ -47,8 +47,12 @@ class ZeroValue(Codec):
         """
         width = tensor.element_size()
         source, stride = dense_bytes(tensor)
-        if width not in zvc.WIDTHS or not _saves_enough(
-            zvc.density(source, width) if density is None else density, width
+        # A GPU does not tell the size in time, but with few elements the mask alone is too large.
+        is_tiny = zvc.mask_bytes(tensor.numel()) >= source.numel()
+        if (
+            width not in zvc.WIDTHS
+            or is_tiny
+            or not _saves_enough(zvc.density(source, width) if density is None else density, width)
         ):
             return encode_raw(tensor, source, stride, out)
         if out is None and not tensor.is_cuda:

@@ -177,7 +177,12 @@ class Mirror:
         self._learn(key, plan, is_training)
 
     def is_of(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
-        """Return True if this mirror is open, and that of a model with these optimizers."""
+        """Return True if this mirror is open, and that of a model with these optimizers.
+
+        Other code may have given the model other parameters.
+        """
+        if not all(parameter in self._streaming.unit_of for parameter in model.parameters()):
+            return False
         is_same = len(optimizers) == len(self._optimizers) and all(
             map(operator.is_, optimizers, self._optimizers)
         )

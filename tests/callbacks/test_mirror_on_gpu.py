@@ -36,8 +36,6 @@ def _deterministic_algorithms() -> Iterator[None]:
 
 def peak_of(run: Any) -> int:
     """Return the peak bytes of the GPU during a call, without those that were there before."""
-    # cuBLAS keeps workspaces of each thread that has used it.
-    fit(Stack(1), [])
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -89,6 +87,8 @@ class Stack(LightningModule):
         self.devices: set[str] = set()
 
     def configure_model(self) -> None:
+        if hasattr(self, "layers"):
+            return
         self.layers = nn.Sequential(
             *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(self.count))
         )
@@ -118,8 +118,9 @@ def test_the_gpu_holds_the_window_and_few_gradients(window: Any, update: Any) ->
     assert mirror.mirror is not None
     most = 3 * LAYER if window != "min" else LAYER
     assert mirror.mirror.window.peak_bytes <= most + LAYER
-    # Beside the window: one gradient that is computed and two on their way, and activations.
-    assert peak < most + LAYER + 3 * LAYER + (2 << 20)
+    # Beside the window: one gradient that is computed and two on their way, activations, and 32 MiB
+    # of cuBLAS for each of the two threads that compute.
+    assert peak < most + LAYER + 3 * LAYER + (2 << 20) + 2 * (32 << 20)
     assert module.devices == {"cuda cuda cuda"}
     assert all(p.device.type == "cpu" for p in module.parameters())
 
@@ -147,7 +148,10 @@ def test_activations_and_parameters_leave_the_gpu_in_one_trainer() -> None:
         [],
         [ParameterMirror(window="min"), ActivationOffload(budget="min", min_size=1)],
     ):
+        seed_everything(1, verbose=False)
         module = Stack(6)
+        # Plain training would make it on the GPU, with the GPU's random numbers.
+        module.configure_model()
         fit(module, callbacks, max_steps=12, max_epochs=2)
         results.append([p.detach().cpu() for p in module.parameters()])
     for expected, own in zip(*results, strict=True):

@@ -140,10 +140,16 @@ class HistoryInMirror:
         self._move(self._places)
 
     def _move(self, parameters: Any) -> None:
-        """Move the history of parameters to its places."""
+        """Move the history of parameters to its places, and the rest of their states to the host.
+
+        Lightning moves states that exist before training to the device.
+        """
         for parameter in parameters:
             places = self._places.get(parameter, {})
             state = self._optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    state[key] = value.cpu()
             for key, tensor in history_of(state).items():
                 place = places.get(key)
                 if place is None or tensor is place:
