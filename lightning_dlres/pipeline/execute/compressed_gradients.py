@@ -42,8 +42,8 @@ class _Transfer:
         data: float32: their gradients as one vector, replaced by the means over the replicas.
         flags: float32: 1 for each of `parameters` with a gradient on this rank, else 0; replaced by
             the means, too. Longer than `parameters` if the bucket has frozen ones; the rest is 0.
-        done: Completed with a mark when the means are in `data` and `flags`, or with an error. On a
-            GPU, they are there after the mark.
+        done: Completed with a mark, or with an error. The means are in `data` and `flags` once
+            `ReplicaCompression.wait_for` has waited for the mark; on the CPU, at once.
     """
 
     parameters: list[nn.Parameter]

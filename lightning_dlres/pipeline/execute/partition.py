@@ -186,10 +186,10 @@ def _partition(
 
 
 def _drop_computed_tensors(module: nn.Module) -> None:
-    """Make remote what a module has computed from its parameters, as `weight_norm` does.
+    """Make tensors remote that a module has computed from its parameters, as `weight_norm` does.
 
-    Their graph refers to the parameters, and would prevent `replace_storage`. The stage that runs
-    the module computes them again.
+    The graph of such a tensor refers to the parameters, and would prevent `replace_storage`. The
+    stage that runs the module computes the tensor again.
     """
     for name, value in list(vars(module).items()):
         if isinstance(value, Tensor) and value.grad_fn is not None:

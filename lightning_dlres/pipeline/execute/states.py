@@ -117,7 +117,7 @@ def distribute_from_rank_zero(
 def align_holders(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox
 ) -> None:
-    """Give each parameter that several ranks hold the value on its first holder.
+    """Copy the value of each parameter from the first rank that holds it to the other ones.
 
     Used for models from the meta device, in which every rank has initialised its own layers.
     """

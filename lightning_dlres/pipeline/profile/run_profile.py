@@ -79,8 +79,8 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         loss_bytes: Temporary memory of the loss of one micro-batch, with a copy of the output.
         message: Compute seconds that a stage loses by sending or receiving one message.
         run_overhead_seconds: Extra seconds, forward and backward, of a layer that has an autograd
-            graph of its own (a run of one layer, see `stage.stage`). The times in `LayerProfile`
-            are those within a longer run.
+            graph of its own. Such a layer is a "run" of one layer, see `stage.stage`. The times in
+            `LayerProfile` leave them out, since they are for layers within a longer run.
         update: Seconds of the optimizer per byte of gradient.
         state_bytes_per_parameter_byte: Optimizer state per byte of parameter.
         update_bytes_per_byte: Temporary memory of the optimizer, per byte of gradient, if it steps

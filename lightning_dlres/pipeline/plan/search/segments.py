@@ -248,7 +248,8 @@ class Segments:
 
         1. The stage does all its work, one thing at a time. Before this, the first micro-batch
            passes forward through the earlier stages. After this, the last micro-batch passes
-           backward through them, and the stage's own tail follows; the longer of the two counts.
+           backward through them while the stage's own tail (see `StageCost`) runs. The longer of
+           these two counts.
         2. The micro-batch whose backward comes first makes the whole round trip through all stages.
            The round trip overlaps neither with `Schedule.serial_forwards` of the stage, nor with
            any of its backwards.
