@@ -74,7 +74,7 @@ class Run:
         algorithm: Name of the codec, or "raw".
         options: Options of the codec.
         feedback: Arguments of `VirtualRanks` that switch off a part of the error feedback.
-        momentum: Momentum of SGD; it must be 0 with a codec that has momentum of its own.
+        momentum: Momentum of SGD.
         is_one_bit_adam: True if the codec compresses the momentum of `OneBitAdam`, not gradients.
     """
 

@@ -42,8 +42,8 @@ RANK = "benchmarks.support.gradsync_scale_rank"
 NODES, QUICK_NODES = (4, 16, 64, 256, 1024), (2, 4, 8)
 # Codec and topology of each contender. The ring of raw units is what DDP does with its buckets.
 CONTENDERS = {"raw, ring": (RAW, "ring"), "tbq, ps": ("tbq", "ps"), "onebit, ps": ("onebit", "ps")}
-# Largest number of ranks among which a parameter server's gradients are cut into partitions. Beyond
-# it, further partitions would only add their fixed times.
+# With the topology "ps", gradients are cut into partitions as for at most this many ranks. On more
+# ranks, further partitions would only add their fixed times.
 _MOST_SHARERS = 64
 # A real step may be longer or shorter than the simulated one by at most this factor.
 _MOST_RATIO = 1.25

@@ -114,7 +114,8 @@ def train(ours: Ours, plan: PipelinePlan, settings: Settings) -> tuple[float, li
     ours.start(settings.microbatches, [steps], plan.to_json())
     seconds = ours.turn()[settings.warmup :]
     ours.end()
-    # The median ignores step 8, before which the loss is checked.
+    # Our pipeline checks its loss before step 8, which makes that step slower (see `Settings`). The
+    # median hides this.
     return statistics.median(seconds), ours.losses
 
 

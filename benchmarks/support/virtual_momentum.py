@@ -99,8 +99,11 @@ class _Meeting:
 
     def _average(self) -> None:
         if self._ranks is None:
-            sizes = {name: nn.Parameter(m.detach()) for name, m in self.momenta[0].items()}
-            self._ranks = VirtualRanks(sizes, len(self.momenta), self._algorithm, **self._options)
+            # `VirtualRanks` needs only names and sizes: those of the momenta.
+            parameters = {name: nn.Parameter(m.detach()) for name, m in self.momenta[0].items()}
+            self._ranks = VirtualRanks(
+                parameters, len(self.momenta), self._algorithm, **self._options
+            )
         self.means = self._ranks.mean(self.momenta)
 
 

@@ -10,8 +10,8 @@ from threading import Thread
 def thread_seconds(threads: Iterable[Thread]) -> dict[str, float]:
     """Return the processor seconds of each thread so far, and of all others as "other".
 
-    Others are those of ZeroMQ and gloo, which Python does not know. Threads with one name up to its
-    first digit count together.
+    Others are those of ZeroMQ and gloo, which Python does not know. Threads whose names differ only
+    in digits and hyphens at the end count together, under the name without these.
     """
     seconds: dict[str, float] = {}
     for thread in threads:

@@ -28,11 +28,11 @@ def main(rpc: RankRpc) -> None:
     timers: dict[str, PullTimer] = {}
     for order in rpc.orders():
         if "pulls" in order:
-            name = order["server"]
-            if name not in timers:
-                timers[name] = PullTimer(name, order["token"], Path(order["snapshot"]))
+            address = order["server"]
+            if address not in timers:
+                timers[address] = PullTimer(address, order["token"], Path(order["snapshot"]))
             rpc.reply(
-                {"seconds": timers[name].pull(order["pulls"], in_snapshot=order["in_snapshot"])}
+                {"seconds": timers[address].pull(order["pulls"], in_snapshot=order["in_snapshot"])}
             )
         else:
             rpc.reply(follow(order, contenders, rpc.rank, rpc.world_size))
