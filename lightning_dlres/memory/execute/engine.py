@@ -71,6 +71,7 @@ class OffloadEngine:
         policy.start()
 
         def pack(tensor: Tensor) -> _Packed | Restore:
+            # Another engine may manage the tensor. Autograd then holds that engine's function.
             restore = claimed(tensor)
             if restore is not None:
                 return restore

@@ -163,8 +163,8 @@ class SavedStorage:
             return False
         del storage
         if self._on_device is None and self._original is not None and not self._original.expired():
-            # Other code still holds the original, so a storage that stays could not be taken over.
-            # Refuse a moved one, too: results must not depend on the plan's choice of action.
+            # Other code still holds the original memory. With `KEEP`, backward could not take it
+            # over. Refuse restored bytes, too: results must not depend on the plan's actions.
             return False
         own = self._aliases(tensor, [reader])
         if not all(is_only_in_python(other) for other in own):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MIB = 1 << 20
-# A limit is drawn if it is at most this factor above the peak of plain training. A higher one would
+# A limit is drawn if it is at most this many times the peak of plain training. A higher one would
 # make everything else small.
 _MAX_LIMIT = 1.2
 _COLOURS = {

@@ -127,6 +127,12 @@ def _is_autocast(x: Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type)
 
 
+# The functions below leave some calls to the module's own forward, besides unsupported ones:
+# - The weight is frozen: autograd then does not save the input, so no memory can be reused.
+# - There is a single row or sample: formulas that compute in parts would then reuse no memory.
+# - There is one value per channel or group. Torch refuses such calls in part.
+
+
 def _linear(module: Any, x: Tensor) -> FormulaMatch | None:
     if not x.is_contiguous() or x.dim() < 2 or x.shape[-1] != module.in_features:
         return None

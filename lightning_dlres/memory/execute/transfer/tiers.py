@@ -17,7 +17,11 @@ from lightning_dlres.memory.execute.transfer.free_list import FreeList
 
 @dataclass(eq=False)
 class Allocation:
-    """Bytes of a tier, uint8[n]. They are free again when the last reference is dropped."""
+    """Bytes of a tier, uint8[n].
+
+    They are free again when the last reference to this object is dropped. A `SlabTier` may
+    overwrite them then, even if a view of `data` is still referenced.
+    """
 
     data: Tensor
 
