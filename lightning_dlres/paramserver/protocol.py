@@ -53,21 +53,32 @@ STATE = "state"
 VERSIONS = "versions"
 PING = "ping"
 SNAPSHOT = "snapshot"
-# Its payload lists index and number of each key, as msgpack.
+# The payload of `LEAVE` lists index and number of each key, as msgpack.
 LEAVE = "leave"
 STATUS = "status"
 
-# Answers of servers.
+# Answers of servers. Those to `VERSIONS` and `STATUS` have the kind of their request.
+# Answer to `HELLO`, see `ServerWelcome`.
 WELCOME = "welcome"
+# The request was carried out.
 DONE = "done"
+# Answers about a key, see `KeyReply`. The payload of `VALUE` is the parameter.
 VALUE = "value"
+# The pushes of all workers are merged, and the update waits for a `Commit`.
 MERGED = "merged"
+# The value is withheld until other workers have pushed.
 WAITING = "waiting"
+# The server lacks the pushes after the number; the worker sends them again.
 BEHIND = "behind"
+# Not asked for: `KeyVersion` of each key after a snapshot.
 DURABLE = "durable"
+# Answer to `PING`; the payload is `ServerWelcome.boot`.
 ALIVE = "alive"
+# The worker was shut out, or a later process has taken its place.
 FENCED = "fenced"
+# The server has no job with the request's token.
 UNKNOWN_JOB = "unknown job"
+# The request was refused; the payload is the reason.
 FAILED = "failed"
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]

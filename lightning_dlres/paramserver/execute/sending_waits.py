@@ -6,8 +6,9 @@ the link without messages. A wait therefore grows while nothing moves.
 
 from __future__ import annotations
 
-# First and longest wait, in seconds. The bytes in flight (2 MiB) last for the longest one at
-# 4 Gbit/s; a faster link sends a message within the first ones.
+# First and longest wait, in seconds. A link of 4 Gbit/s takes the longest wait to send the bytes in
+# flight (2 MiB), so it does not run empty. A faster link sends a message during the first wait, so
+# the waits stay short.
 _LEAST_SECONDS, _MOST_SECONDS = 0.001, 0.004
 
 

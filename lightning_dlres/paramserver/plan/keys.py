@@ -50,7 +50,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     """Part of a parameter.
 
     Attributes:
-        index: Position in the list of all keys. Smaller ones are needed earlier in forward.
+        index: Position in the list of all keys. Forward probably needs smaller ones earlier, see
+            `make_keys`.
         name: Name of the parameter.
         start: First element of the part in the flat parameter.
         count: Number of elements.
@@ -81,7 +82,8 @@ def make_keys(parameters: Sequence[ParameterInfo], servers: int, key_bytes: int)
     """Return the keys of parameters, shared out over the servers by bytes.
 
     Args:
-        parameters: Parameters in the order of their first use in forward.
+        parameters: Parameters in the order of their definition in the model, which usually is that
+            of their first use in forward.
         servers: Number of servers.
         key_bytes: Largest number of bytes of a key, where its parameter is divisible.
     """

@@ -24,7 +24,8 @@ _WHOLE_PARAMETER: tuple[type[Optimizer], ...] = (optim.Adafactor,)
 _LOCAL_OPTIONS = frozenset({"capturable", "differentiable"})
 # Largest number of optimizers of a job, and of groups of an optimizer.
 _MAX_OPTIMIZERS, _MAX_GROUPS = 64, 65_536
-# Checked options that are remembered: those of the groups whose keys are being pushed.
+# Largest number of checked options that are remembered. In one step, the pushes of a group mostly
+# have the same options, which are then checked only once.
 _MAX_CHECKED = 64
 # Finite options beyond it overflow a float32.
 _LARGEST = torch.finfo(torch.float32).max

@@ -39,7 +39,7 @@ _MAGIC = b"DLRESPS1"
 _FRAME = struct.Struct("<QI")
 # Copies that wait for the disk, in bytes; more would only take memory.
 _MAX_WAITING_BYTES = 8 << 20
-# Errors of a snapshot that does not fit itself, or this server.
+# Errors of reading a snapshot that is damaged, or that this server cannot use.
 _LOAD_ERRORS = (OSError, ValueError, ProtocolError, msgspec.MsgspecError, struct.error)
 # Names of a key's tensors, beside those of the optimizer's state.
 _PARAMETER, _PREVIOUS = "parameter", "previous"
@@ -305,6 +305,7 @@ def _key_record(shard: Shard, state: KeyState) -> _Record:
     """Return the record of a key, with copies of its tensors."""
     tensors = [(_PARAMETER, False, state.parameter.detach())]
     if state.has_previous:
+        # Between two updates this tensor holds the parameter's previous value, see `KeyState`.
         tensors.append((_PREVIOUS, False, state.gradient))
     numbers = {}
     for name, value in shard.optimizer_state(state).items():

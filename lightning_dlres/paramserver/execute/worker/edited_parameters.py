@@ -31,7 +31,10 @@ class EditedParameters:
         self._sums: dict[str, int] = {}
 
     def remember(self) -> None:
-        """Remember the parameters that are trained as they are now."""
+        """Remember the present values of all trained parameters.
+
+        Values of frozen parameters are remembered only at the first call.
+        """
         for name, parameter in self._parameters.items():
             if parameter.requires_grad or name not in self._sums:
                 self._sums[name] = bit_sum(parameter.detach())

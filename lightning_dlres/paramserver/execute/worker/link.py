@@ -106,14 +106,15 @@ class ServerLink:
             copies=False,
         )
         self._keys = [one for one in exchange.keys if one.key.server == index]
-        # Pushes to be sent, in the order in which backward has made them, by key and number. All
-        # workers have the same order, so keys are merged one after the other, and values go out
-        # while pushes come in. Earliest needed first would depend on what each worker has made when
-        # it can send.
+        # Heap of (order, key, number) of the pushes to be sent. The order is that in which backward
+        # has made them. All workers have the same order, so keys are merged one after the other,
+        # and values go out while pushes come in. Earliest needed first would depend on what each
+        # worker has made when it can send.
         self._pushes: list[tuple[int, int, int]] = []
         self._in_flight: deque[tuple[zmq.MessageTracker, int]] = deque()
         self._in_flight_bytes = 0
         self._wait = SendingWait()
+        # Entries of `_pushes`, by key and number.
         self._queued: dict[tuple[int, int], LogEntry] = {}
         self._requests: dict[int, PendingRequest] = {}
         self._posts: deque[tuple[str, bytes, bytes]] = deque()
@@ -224,10 +225,10 @@ class ServerLink:
             has_moved = True
             _, key, number = heapq.heappop(self._pushes)
             entry = self._queued.pop((key, number))
-            exchange = self._exchange.keys[key]
-            if exchange.expected == number:
-                exchange.is_queued = False
-                exchange.touched = time.monotonic()
+            key_exchange = self._exchange.keys[key]
+            if key_exchange.expected == number:
+                key_exchange.is_queued = False
+                key_exchange.touched = time.monotonic()
             if entry.is_durable:
                 continue
             tracker = self._client.send_tracked(

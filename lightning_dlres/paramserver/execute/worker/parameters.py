@@ -29,8 +29,8 @@ class KeyedParameters:
     def land(self, values: Iterable[tuple[Key, memoryview]]) -> None:
         """Write values to the parameters.
 
-        Contiguous parameters in host memory get the received bytes directly. Others get them from a
-        buffer, once all their keys are there.
+        Contiguous parameters in host memory get the received bytes directly. For any other one, a
+        contiguous copy in host memory gets them. It is copied back after the last of `values`.
 
         Args:
             values: Keys with the bytes that were received for them.
