@@ -20,7 +20,7 @@ commands:
   demo        train a small GPT on three CPU processes of different speeds; about two minutes
   plan        profile and plan without training:      dlres plan --config FILE [--cluster FILE]
   store       manage samples for the prefetch cache:  dlres store serve|put|ls|verify|keys
-  ps          run parameter servers:              dlres ps serve|status|keygen
+  ps          run parameter servers:                  dlres ps serve|status|keygen
   fit         train the model of a config file:       dlres fit --config FILE [overrides]
   validate    run its validation loop:                dlres validate --config FILE --ckpt_path CKPT
   test        run its test loop:                      dlres test --config FILE --ckpt_path CKPT

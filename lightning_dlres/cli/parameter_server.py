@@ -71,7 +71,7 @@ def _serve(settings: argparse.Namespace) -> int:
     if settings.snapshot is not None and not settings.port:
         # A server finds its snapshot by its port.
         raise ConfigError("--port must be given with --snapshot, got 0. Use --port 5600.")
-    # Imported here because only this command needs torch.
+    # Imported after the checks above: these modules import torch, which takes seconds.
     from lightning_dlres.core.wire.server import public_address
     from lightning_dlres.paramserver.execute.server.service import ParameterServer
 
