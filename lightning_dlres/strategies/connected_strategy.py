@@ -50,8 +50,8 @@ class ConnectedStrategy(ParallelStrategy):
         cluster_environment: Set by the Trainer.
         checkpoint_io: Set by the Trainer.
         precision_plugin: Set by the Trainer.
-        process_group_backend: Backend of torch.distributed; None chooses gloo on the CPU, and NCCL
-            beside gloo on GPUs.
+        process_group_backend: Backend of torch.distributed; None chooses gloo, which takes ranks
+            with devices of different kinds.
         timeout: Seconds that a rank waits for another.
 
     Attributes:
@@ -139,7 +139,6 @@ class ConnectedStrategy(ParallelStrategy):
         join_process_group(
             self.cluster_environment,
             self._process_group_backend,
-            self.root_device,
             self._timeout,
         )
         # Lightning advises sync_dist=True on several ranks. Here every rank logs the value of the

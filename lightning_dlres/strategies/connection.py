@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -59,23 +58,22 @@ def check_backend(backend: object) -> None:
 
 
 def join_process_group(
-    environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: float
+    environment: ClusterEnvironment, backend: str | None, timeout: float
 ) -> None:
     """Initialise torch's default process group, unless it is initialised already.
 
     Args:
         environment: Lightning's cluster environment.
-        backend: Backend of torch.distributed; None chooses one for the device.
-        device: Device of this rank.
+        backend: Backend of torch.distributed; None chooses gloo, which takes ranks with devices of
+            different kinds.
         timeout: Seconds after which a collective call fails.
     """
     if dist.is_initialized():
         return
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
-    chosen = backend or ("gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl")
     dist.init_process_group(
-        chosen,
+        backend or "gloo",
         rank=environment.global_rank(),
         world_size=environment.world_size(),
         timeout=timedelta(seconds=timeout),

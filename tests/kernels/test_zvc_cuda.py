@@ -84,7 +84,6 @@ def test_a_kernel_starts_in_the_context_of_its_tensors(monkeypatch: pytest.Monke
     numba = SimpleNamespace(
         gpus=Gpus(),
         external_stream=lambda pointer: f"stream {pointer}",
-        as_cuda_array=lambda tensor, sync: tensor,
     )
     monkeypatch.setattr(cuda_launch, "cuda", numba)
     monkeypatch.setattr(torch, "zeros", lambda *shape, **kwargs: torch.empty(0))
@@ -92,6 +91,7 @@ def test_a_kernel_starts_in_the_context_of_its_tensors(monkeypatch: pytest.Monke
     stream = SimpleNamespace(cuda_stream=7)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     tensor: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(cuda_launch, "_array", lambda tensor: tensor)
     zvc_cuda._launch(Kernel(), 5, tensor)
     assert seen == ["enter torch 1", "enter numba 1", "kernel", "leave numba 1", "leave torch 1"]
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).parent / "two_nodes.py"
 SECONDS = 150.0
 # Largest difference of a weight from that of plain training, by codec.
-TOLERANCES = {"none": 1e-4, "fp16": 5e-3, "int8": 2e-2, "qsgd": 0.5, "tbq": 0.5, "onebit": 0.5}
+TOLERANCES = {"none": 1e-5, "fp16": 1e-3, "int8": 1e-3, "qsgd": 0.1, "tbq": 0.1, "onebit": 0.1}
 
 
 def run(
@@ -45,7 +45,6 @@ def test_compressed_gradients_of_a_gpu_train(
     first, second = run(start_script, tmp_path, algorithm, ("gpu", "gpu"))
     for name, value in first.items():
         assert torch.equal(value, second[name])
-        # The ranks' halves of the data are interleaved, so the batches are the same.
         torch.testing.assert_close(value, plain[name], rtol=0, atol=TOLERANCES[algorithm])
 
 

@@ -6,6 +6,7 @@ or an algorithm of `CompressedDDPStrategy`.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -52,10 +53,12 @@ def main(name: str, accelerator: str, path: str) -> None:
     torch.set_num_threads(2)
     is_alone = name == "plain"
     # A pipeline gets the whole batch, a rank of data parallel training its half.
-    batch = BATCH // 2 if name not in ("plain", "pipe") else BATCH
+    parts = 1 if name in ("plain", "pipe") else 2
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(BATCH * STEPS, WIDTH, generator=generator)
     y = torch.randint(0, 4, (BATCH * STEPS,), generator=generator)
+    own = slice(int(os.environ.get("NODE_RANK", "0")) if parts > 1 else 0, None, parts)
+    samples = TensorDataset(x[own], y[own])
     module = Net()
     trainer = Trainer(
         accelerator=accelerator,
@@ -63,9 +66,10 @@ def main(name: str, accelerator: str, path: str) -> None:
         num_nodes=1 if is_alone else 2,
         strategy=strategy_of(name),
         max_epochs=2,
+        use_distributed_sampler=False,
         **QUIET,
     )
-    trainer.fit(module, DataLoader(TensorDataset(x, y), batch))
+    trainer.fit(module, DataLoader(samples, BATCH // parts))
     print(f"trained on {trainer.strategy.root_device}", flush=True)
     state = trainer.strategy.lightning_module_state_dict()
     weights = {key: value.cpu() for key, value in state.items()}

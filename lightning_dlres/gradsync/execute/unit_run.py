@@ -218,7 +218,7 @@ class UnitRun:
         """Add the gradient of another rank of this host; empty if that rank had no samples."""
         part = self._incoming.pop((peer, Part.HOST))
         if part.numel():
-            self.gradient.add_(part.view(self.gradient.dtype).to(self.gradient.device))
+            self.gradient.add_(part.to(self.device).view(self.gradient.dtype))
             self._has_data = True
 
     def _merge(self, peer: int) -> None:
@@ -249,10 +249,11 @@ class UnitRun:
             self._total.add_(self.gradient, alpha=1 / self.options.loss_scale)
 
     def _received(self, peer: int) -> Tensor:
-        return self._incoming.pop((peer, Part.GRADIENT))
+        """Return a payload of another rank on the device; messages arrive on the CPU."""
+        return self._incoming.pop((peer, Part.GRADIENT)).to(self.device)
 
     def _decode(self) -> None:
-        payload, scale = self.outgoing[Part.SUM], 1 / self.options.world_size
+        payload, scale = self.outgoing[Part.SUM].to(self.device), 1 / self.options.world_size
         if self.codec is None:
             torch.mul(payload.view(self.gradient.dtype), scale, out=self.gradient)
             return

@@ -61,19 +61,27 @@ def sign_encode(gradient: Any, residual: Any, means: Any, words: Any, scale: Any
     lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
     size = min(gradient.size - first, BLOCK)
     count = (size + _PLANES - 1) // _PLANES
+    # Loads without branches, and before all that uses them: many are in flight at once.
+    if size == BLOCK:
+        for p in range(_PLANES):
+            at = first + p * THREADS + lane
+            values[p] = add(multiply(gradient[at], scale), residual[at])
+    else:
+        for p in range(_PLANES):
+            values[p] = float32(0)
+            element = p * count + lane
+            if lane < count and element < size:
+                scaled = multiply(gradient[first + element], scale)
+                values[p] = add(scaled, residual[first + element])
+    # Elements of this thread are those before `end`. Adding a zero changes no sum.
+    end = size if lane < count else 0
     above, below, at_least_zero = float32(0), float32(0), float32(0)
     for p in range(_PLANES):
-        element = p * count + lane
-        # All loads come before the first store, so that many loads are in flight.
-        values[p] = float32(0)
-        if lane < count and element < size:
-            scaled = multiply(gradient[first + element], scale)
-            values[p] = add(scaled, residual[first + element])
-            if values[p] >= float32(0):
-                above = add(above, values[p])
-                at_least_zero = add(at_least_zero, float32(1))
-            else:
-                below = add(below, values[p])
+        positive = values[p] >= float32(0)
+        above = add(above, values[p] if positive else float32(0))
+        below = add(below, float32(0) if positive else values[p])
+        is_counted = positive and p * count + lane < end
+        at_least_zero = add(at_least_zero, float32(1) if is_counted else float32(0))
     lanes[0, lane], lanes[1, lane], lanes[2, lane] = above, below, at_least_zero
     tree_sum(lanes, lane)
     above, below, at_least_zero = lanes[0, 0], lanes[1, 0], lanes[2, 0]
@@ -107,10 +115,14 @@ def sign_decode(out: Any, means: Any, words: Any, scale: Any, accumulate: Any) -
         above = multiply(means[2 * cuda.blockIdx.x], scale)
         below = multiply(means[2 * cuda.blockIdx.x + 1], scale)
         word = words[cuda.blockIdx.x * THREADS + lane]
-        for p in range(_PLANES):
-            values[p] = float32(0)
-            if accumulate and p * count + lane < size:
-                values[p] = out[first + p * count + lane]
+        if accumulate and size == BLOCK:
+            for p in range(_PLANES):
+                values[p] = out[first + p * THREADS + lane]
+        else:
+            for p in range(_PLANES):
+                values[p] = float32(0)
+                if accumulate and p * count + lane < size:
+                    values[p] = out[first + p * count + lane]
         for p in range(_PLANES):
             element = p * count + lane
             if element < size:

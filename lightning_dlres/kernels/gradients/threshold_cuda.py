@@ -160,15 +160,21 @@ def threshold_encode(
     sampled_plane = cuda.blockIdx.x % _PLANES
     # Infinity is not sampled.
     sample = float32(np.inf)
-    for p in range(_PLANES):
-        element = p * count + lane
-        # All loads come before the first store, so that many loads are in flight.
-        values[p] = float32(0)
-        if lane < count and element < size:
-            scaled = multiply(gradient[first + element], scale)
-            values[p] = add(scaled, residual[first + element])
-            if p == sampled_plane:
-                sample = abs(values[p])
+    # Loads without branches, and before all that uses them: many are in flight at once.
+    if size == BLOCK:
+        for p in range(_PLANES):
+            at = first + p * THREADS + lane
+            values[p] = add(multiply(gradient[at], scale), residual[at])
+            sample = abs(values[p]) if p == sampled_plane else sample
+    else:
+        for p in range(_PLANES):
+            values[p] = float32(0)
+            element = p * count + lane
+            if lane < count and element < size:
+                scaled = multiply(gradient[first + element], scale)
+                values[p] = add(scaled, residual[first + element])
+                if p == sampled_plane:
+                    sample = abs(values[p])
     is_sampled = sample <= float32(LARGEST)
     lanes[0, lane] = sample if is_sampled else float32(0)
     number = cuda.syncthreads_count(int32(1 if is_sampled else 0))
@@ -224,10 +230,14 @@ def threshold_decode(out: Any, header: Any, words: Any, scale: Any, accumulate: 
     if lane < count:
         limit = multiply(header[0], scale)
         word = words[cuda.blockIdx.x * THREADS + lane]
-        for p in range(_PLANES):
-            values[p] = float32(0)
-            if accumulate and p * count + lane < size:
-                values[p] = out[first + p * count + lane]
+        if accumulate and size == BLOCK:
+            for p in range(_PLANES):
+                values[p] = out[first + p * THREADS + lane]
+        else:
+            for p in range(_PLANES):
+                values[p] = float32(0)
+                if accumulate and p * count + lane < size:
+                    values[p] = out[first + p * count + lane]
         for p in range(_PLANES):
             element = p * count + lane
             if element < size:

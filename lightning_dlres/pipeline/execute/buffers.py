@@ -45,7 +45,7 @@ class BufferSync:
         # One broadcast per dtype, in an order that is the same on all ranks.
         for dtype in sorted({b.dtype for b in buffers}, key=str):
             of_dtype = [b for b in buffers if b.dtype == dtype]
-            flat = torch.cat([b.detach().reshape(-1) for b in of_dtype])
+            flat = torch.cat([b.detach().reshape(-1).cpu() for b in of_dtype])
             work = dist.broadcast(flat, self._source, group=self._group, async_op=True)
             wait_for_collective(
                 work, "the buffers of the first replica", self._timeout, self._check

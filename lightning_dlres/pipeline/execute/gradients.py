@@ -48,7 +48,8 @@ def make_groups(
     for stages in sorted(set(owners.values()) | {(stage,) for stage in range(plan.stages)}):
         ranks = sorted(replica[stage] for replica in plan.replicas for stage in stages)
         if len(ranks) > 1:
-            group = dist.new_group(ranks, timeout=timeout)
+            # Gloo takes ranks with devices of different kinds.
+            group = dist.new_group(ranks, timeout=timeout, backend="gloo")
             # Ranks outside of the group get a placeholder of another class.
             if isinstance(group, dist.ProcessGroup):
                 groups[stages] = group
@@ -178,7 +179,8 @@ class GradientSync:
         self._launched = 0
 
     def _launch(self, bucket: GradientBucket, buffer: GradientBuffer) -> None:
-        data = _pack(bucket, buffer)
+        # The ranks of a group may have devices of different kinds, but all have host memory.
+        data = _pack(bucket, buffer).cpu()
         start = time.perf_counter_ns()
         work = dist.all_reduce(data, group=self._groups[bucket.stages], async_op=True)
         self._pending.append((bucket, data, work))
@@ -251,5 +253,5 @@ def _unpack(bucket: GradientBucket, data: Tensor, buffer: GradientBuffer) -> Non
     for parameter, count in zip(bucket.parameters, counts, strict=True):
         if count:
             total = data[offset : offset + parameter.numel()].view(parameter.shape)
-            buffer.put(parameter, total)
+            buffer.put(parameter, total.to(parameter.device))
         offset += parameter.numel()

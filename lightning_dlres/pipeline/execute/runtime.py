@@ -198,8 +198,10 @@ class Runtime:
             what: Content of the message, for errors.
         """
         peer = self._ranks[self.stage_index + offset]
-        return self._mailbox.receive(
-            peer, channel, self.key(microbatch), f"{what} of micro-batch {microbatch}"
+        return self._on_device(
+            self._mailbox.receive(
+                peer, channel, self.key(microbatch), f"{what} of micro-batch {microbatch}"
+            )
         )
 
     def send(self, channel: Channel, offset: int, microbatch: int, tree: Tree) -> None:
@@ -271,9 +273,13 @@ class Runtime:
         ]
 
     def _output_of(self, peer: int) -> Tree:
-        return self._mailbox.receive(
-            peer, Channel.OUTPUT, self.key("output"), "the module's output"
+        return self._on_device(
+            self._mailbox.receive(peer, Channel.OUTPUT, self.key("output"), "the module's output")
         )
+
+    def _on_device(self, message: Tree) -> Tree:
+        """Return a message with its tensors on this rank's device; they arrive on the CPU."""
+        return map_tensors(lambda tensor: tensor.to(self.stage.device), message)
 
     def _share_output(
         self, outputs: list[Tree], sizes: list[int], own: range, everywhere: bool

@@ -100,7 +100,7 @@ class Stage:
     ) -> None:
         self._layers = layers
         self._first_layer = first_layer
-        self._device = device
+        self.device = device
         self._context = context
         self._recomputed = dict(recomputed or {})
         self._by_layer = by_layer
@@ -149,7 +149,7 @@ class Stage:
             for_backward: False if no backward follows; nothing is recorded then.
         """
         records = []
-        with forked(self._device), self._context():
+        with forked(self.device), self._context():
             for run in self._runs:
                 if not for_backward:
                     inputs = self._run_layers(run, inputs, seed, microbatch)
@@ -165,7 +165,7 @@ class Stage:
     def recompute(self, microbatch: int) -> None:
         """Run the recomputed layers again, to make their graphs; `backward` does it if needed."""
         seed = self._seeds[microbatch]
-        with forked(self._device), self._context():
+        with forked(self.device), self._context():
             for run, record in zip(self._runs, self._records[microbatch], strict=True):
                 if record.outputs is None:
                     with buffers_replaced(record.buffers):
@@ -219,7 +219,7 @@ class Stage:
         first = self._first_layer
         seeds = [derive_seed(seed, microbatch, first + position) for position in run]
         for position, layer_seed in zip(run, seeds, strict=True):
-            seed_device(layer_seed, self._device)
+            seed_device(layer_seed, self.device)
             inputs = self._layers[position](inputs)
         return inputs
 

@@ -101,8 +101,8 @@ class HeteroPipeStrategy(PartitionedStrategy):
         cluster_environment: Set by the Trainer.
         checkpoint_io: Set by the Trainer.
         precision_plugin: Set by the Trainer.
-        process_group_backend: Backend of torch.distributed; None chooses gloo on the CPU, and NCCL
-            beside gloo on GPUs.
+        process_group_backend: Backend of torch.distributed; None chooses gloo, which takes ranks
+            with devices of different kinds.
 
     Raises:
         ConfigError: If an argument has a wrong value.

@@ -116,6 +116,8 @@ class _LocalLayers:
 
     def _run(self, inputs: Tree) -> Tree:
         pipelined = self._context.pipelined
+        # The user's code before and after the layers has the batch where it was read.
+        homes = {tensor.device for tensor in tensors_of(inputs)} or {self._context.device}
         inputs = map_tensors(self._as_stage_input, inputs)
         for index, (name, module) in enumerate(
             zip(pipelined.layers.names, pipelined.layers.modules, strict=True)
@@ -125,7 +127,8 @@ class _LocalLayers:
             if reasons:
                 self._inspection.layers[name] = reasons
             inputs = map_tensors(self._as_stage_input, output)
-        return inputs
+        home = homes.pop() if len(homes) == 1 else self._context.device
+        return map_tensors(lambda t: t.detach().to(home).requires_grad_(t.requires_grad), inputs)
 
     @contextmanager
     def attributes_restored(self) -> Iterator[None]:
