@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_dlres.kernels.cuda_launch import SIMULATED, launch
 
 # Warps of a block, words of the mask that each warp writes, and lanes of a warp: bits of a word.
-WARPS, WORDS, LANES = 8, 8, 32
+WARPS, WORDS, LANES = 8, 16, 32
 THREADS = WARPS * LANES
 TILE = WARPS * WORDS * LANES
 
@@ -188,12 +188,19 @@ def kernel_functions(width: int) -> tuple[Any, Any]:
         warp, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         tile = _take_tile(state, shared)
         first = tile * (WARPS * WORDS) + warp * WORDS
+        # Loads come before all votes, and without branches if the tile is whole: a warp waits for
+        # its vote, and later loads would wait, too.
+        if (tile + 1) * TILE <= elements.size:
+            for number in range(WORDS):
+                own_values[number] = elements[(first + number) * LANES + lane]
+        else:
+            for number in range(WORDS):
+                index = (first + number) * LANES + lane
+                own_values[number] = 0
+                if index < elements.size:
+                    own_values[number] = elements[index]
         total = 0
         for number in range(WORDS):
-            index = (first + number) * LANES + lane
-            own_values[number] = 0
-            if index < elements.size:
-                own_values[number] = elements[index]
             ballots[number] = _vote(own_values[number] != 0, votes, warp, lane)
             total += cuda.popc(ballots[number])
             if lane == 0 and first + number < mask.size:
@@ -213,6 +220,7 @@ def kernel_functions(width: int) -> tuple[Any, Any]:
         shared = cuda.shared.array(2, int64)
         sums = cuda.shared.array(WARPS, int64)
         ballots = cuda.local.array(WORDS, uint32)
+        own_values = cuda.local.array(WORDS, numba_type)
         warp, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         tile = _take_tile(state, shared)
         first = tile * (WARPS * WORDS) + warp * WORDS
@@ -224,12 +232,16 @@ def kernel_functions(width: int) -> tuple[Any, Any]:
             total += cuda.popc(ballots[number])
         position = _start_of_warp(state, tile, total, sums, shared)
         bit, before_lane = uint32(1 << lane), uint32((1 << lane) - 1)
+        # All loads come before the first store. A zero element loads a value of its neighbours.
+        for number in range(WORDS):
+            own_values[number] = 0
+            if values.size > 0:
+                source = position + cuda.popc(ballots[number] & before_lane)
+                own_values[number] = values[min(source, values.size - 1)]
+            position += cuda.popc(ballots[number])
         for number in range(WORDS):
             index = (first + number) * LANES + lane
             if index < elements.size:
-                elements[index] = 0
-                if ballots[number] & bit:
-                    elements[index] = values[position + cuda.popc(ballots[number] & before_lane)]
-            position += cuda.popc(ballots[number])
+                elements[index] = own_values[number] if ballots[number] & bit else numba_type(0)
 
     return zvc_encode, zvc_decode

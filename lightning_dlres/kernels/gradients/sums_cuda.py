@@ -20,6 +20,9 @@ from lightning_dlres.kernels.gradients.arithmetic_cuda import (
 )
 from lightning_dlres.kernels.gradients.layout import BLOCK, LANES, LARGEST, blocks
 
+# Numbers that a thread loads before it adds them up.
+_LOADS = 16
+
 
 def moments(values: Tensor, largest: Tensor, sums: Tensor, pivot: Tensor) -> None:
     """Write statistics of each block; see `sums_cpu.moments`. There is at least one element."""
@@ -78,11 +81,20 @@ def totals_of_columns(sums: Any, result: Any) -> None:
 def sum_of_column(sums: Any, column: Any) -> Any:
     """Return the sum of a column to all of the block's `LANES` threads."""
     lanes = cuda.shared.array((1, LANES), float64)
+    loaded = cuda.local.array(_LOADS, float64)
     lane = cuda.threadIdx.x
     # Wait until all threads have read the result of the call before, which is overwritten below.
     cuda.syncthreads()
     total = float64(0)
-    for row in range(lane, sums.shape[0], LANES):
+    start = lane
+    # One block adds up all rows, so the latency of its loads counts: many are in flight at once.
+    while start + (_LOADS - 1) * LANES < sums.shape[0]:
+        for number in range(_LOADS):
+            loaded[number] = sums[start + number * LANES, column]
+        for number in range(_LOADS):
+            total = add_double(total, loaded[number])
+        start += _LOADS * LANES
+    for row in range(start, sums.shape[0], LANES):
         total = add_double(total, sums[row, column])
     lanes[0, lane] = total
     tree_sum_double(lanes, lane)
