@@ -22,6 +22,11 @@ from lightning_dlres.core._compat import is_wrapped, version_of
 _MAX_DEPTH = 4
 # Types of immutable values, which are compared by value.
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
+# Number of elements that a checksum multiplies by their weights at a time. It fits in a processor's
+# cache, and on a GPU it needs few kernels.
+_CHUNK = 1 << 17
+# Factors (odd, as signed 64-bit integers) and shifts that mix the bits of a number.
+_MIXING = ((-7046029254386353131, 32), (-4658895280553007687, 29))
 
 
 class SideEffectProbe:
@@ -54,7 +59,7 @@ def _content(value: Any, depth: int) -> Any:
     """Return a value's content in a comparable form; the value itself if it cannot be read."""
     if isinstance(value, Tensor):
         with torch.no_grad():
-            # An operation that only moves elements leaves the checksum equal.
+            # A write of equal values counts, too: recomputation refuses a new version.
             return value, None if value.is_inference() else version_of(value), checksum(value)
     if isinstance(value, np.ndarray):
         return value.tobytes()
@@ -73,10 +78,9 @@ def _content(value: Any, depth: int) -> Any:
 
 
 def checksum(tensor: Tensor) -> Any:
-    """Return the sum of a tensor's bits as integers; None for a tensor without plain memory.
+    """Return dtype, shape and a weighted sum of a tensor's bits; None without plain memory.
 
-    The sum differs if an element differs, except by rare accident. It does not depend on the order
-    of the elements.
+    The sum differs if an element differs or has moved, except by rare accident.
     """
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or is_lazy(tensor):
         return None
@@ -84,7 +88,30 @@ def checksum(tensor: Tensor) -> Any:
         return None
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
     dtype = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
-    return int(flat.view(dtype).sum(dtype=torch.int64))
+    return tensor.dtype, tensor.shape, int(_weighted_sum(flat.view(dtype)))
+
+
+def _weighted_sum(elements: Tensor) -> Tensor:
+    """Return the sum of the elements times pseudo-random weights, modulo 2**64."""
+    # Chunks bound the temporary memory: the products take up to 8 times that of the elements.
+    chunks = elements.split(_CHUNK)
+    weights = _weights(len(chunks[0]), elements.device)
+    sums = torch.stack([(chunk * weights[: len(chunk)]).sum() for chunk in chunks])
+    # The weight of an element is that of its place in the chunk times that of the chunk.
+    return (sums * _weights(len(chunks), elements.device)).sum()
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Return the first of a fixed sequence of pseudo-random 64-bit weights.
+
+    They come from the finaliser of a hash, without a random generator, whose state the user would
+    see change. Small or regular weights would give equal sums for some reorderings.
+    """
+    weights = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    for factor, shift in _MIXING:
+        weights.mul_(factor)
+        weights.bitwise_xor_(weights >> shift)
+    return weights
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -161,6 +162,38 @@ def test_a_check_of_a_module_that_cannot_recompute_does_not_raise() -> None:
     bitwise_check = BitwiseCheck()
     assert gradients_of(way, bitwise_check, recomputes=True)
     assert bitwise_check.differing({"1"})
+
+
+class Rearranges(nn.Module):
+    """Module that arranges its output differently each time, by state outside of the module."""
+
+    def __init__(self, rearrange: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.rearrange = nn.Linear(8, 8), rearrange
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rearrange(self.linear(x).sin())
+
+
+GENERATOR, SHAPES = torch.Generator(), itertools.cycle([(8, 25), (25, 8)])
+
+
+@pytest.mark.parametrize(
+    "rearrange",
+    [
+        lambda y: y[torch.randperm(25, generator=GENERATOR)],
+        lambda y: y.t().contiguous() if next(SHAPES)[0] == 8 else y,
+        lambda y: y.reshape(next(SHAPES)),
+    ],
+    ids=["shuffles", "transposes", "reshapes"],
+)
+def test_a_check_finds_an_output_that_only_its_arrangement_changes(
+    rearrange: Callable[[Tensor], Tensor],
+) -> None:
+    root, bitwise_check = nn.ModuleDict({"block": Rearranges(rearrange)}), BitwiseCheck()
+    with patch_recompute(root, ["block"], bitwise_check=bitwise_check):
+        root["block"](torch.randn(25, 8)).sum().backward()
+    assert bitwise_check.differing({"block"})
 
 
 def test_a_check_leaves_no_references() -> None:
