@@ -6,7 +6,7 @@ This is the part of a profile that needs modules, and not only saved storages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,6 +56,9 @@ class StepClock(Protocol):
     def mark_memory(self) -> int:
         """Mark the present time in the trace of the device's memory; return the mark."""
 
+    def own_work(self) -> AbstractContextManager[None]:
+        """Context manager of the package's own work, whose seconds and memory do not count."""
+
 
 @dataclass(eq=False)
 class _Call:
@@ -64,13 +67,14 @@ class _Call:
     Attributes:
         entry: Event before which it starts.
         first_save_mark: Save mark at its start; `last_save_mark` at its end.
-        start: Clock at its start, in seconds.
-        memory_mark: Memory mark at its start; `last_memory_mark` at its end.
         inputs: (storage reference, bytes of the storage) of each input tensor.
         producers: Names of the layers that produced its inputs.
         probe: Probe for side effects; None: side effects are assumed.
         versions: Versions of the input tensors.
         is_repeatable: Whether a second run can be given the same arguments.
+        start: Clock at its start, in seconds.
+        memory_mark: Memory mark at its start; `last_memory_mark` at its end.
+        seconds: Seconds of computation of the call.
         output_bytes: Bytes of its outputs that require a gradient.
         saved: (index, storage reference, role) of each storage that it saves.
         is_done: Whether its forward has returned a value.
@@ -80,13 +84,13 @@ class _Call:
     module: nn.Module
     entry: int
     first_save_mark: int
-    start: float
-    memory_mark: int
     inputs: list[tuple[Any, int]]
     producers: tuple[str, ...]
     probe: SideEffectProbe | None
     versions: list[ChangeDetector]
     is_repeatable: bool
+    start: float = 0.0
+    memory_mark: int = 0
     last_memory_mark: int = 0
     last_save_mark: int = 0
     seconds: float = 0.0
@@ -225,26 +229,11 @@ class LayerRecord:
                 # Without gradients nothing is saved. In backward, a checkpoint recomputes, and a
                 # record would keep its tensors alive.
                 return
-            tensors = list(tensors_in((args, kwargs)))
-            # Under a transform no module can run again, and parameters may be unreadable.
-            finds_side_effects = self._finds_regions and not is_transforming()
-            call = _Call(
-                name=name,
-                module=module,
-                entry=self._clock.next_event,
-                first_save_mark=self._clock.save_mark,
-                start=self._clock.clock(),
-                memory_mark=self._clock.mark_memory(),
-                inputs=[(storage_reference(t), t.untyped_storage().nbytes()) for t in tensors],
-                producers=self._producers_of(tensors),
-                probe=SideEffectProbe(module) if finds_side_effects else None,
-                versions=[ChangeDetector(tensor) for tensor in tensors],
-                is_repeatable=has_repeatable_arguments(args, kwargs),
-            )
-            self._calls.setdefault(name, []).append(call)
-            self._open.append(call)
-            if self._candidates is not None:
-                self._candidates.enter(name, module, args, kwargs)
+            with self._clock.own_work():
+                self._enter(name, module, args, kwargs)
+                call = self._open[-1]
+            # Last, so that they are those of the moment at which the forward starts.
+            call.start, call.memory_mark = self._clock.clock(), self._clock.mark_memory()
 
         return before
 
@@ -259,21 +248,48 @@ class LayerRecord:
                 if call.name == name:
                     break
             call.seconds = self._clock.clock() - call.start
-            call.last_save_mark = self._clock.save_mark
             call.last_memory_mark = self._clock.mark_memory()
-            call.has_side_effects = call.probe is None or call.probe.has_side_effects()
-            # The output is None if the forward raised an exception.
-            call.is_done = output is not None
-            outputs = list(tensors_in(output))
-            references = [storage_reference(t) for t in outputs]
-            for number, reference, role in call.saved:
-                if role == "internal" and reference in references:
-                    self._roles[number] = "output"
-            call.output_bytes = sum(t.nbytes for t in outputs if t.requires_grad)
-            if not any(True for _ in module.children()):
-                self._record_producer(outputs, references, name)
+            with self._clock.own_work():
+                self._leave(call, output)
 
         return after
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record a call that begins."""
+        assert self._clock is not None
+        tensors = list(tensors_in((args, kwargs)))
+        # Under a transform no module can run again, and parameters may be unreadable.
+        finds_side_effects = self._finds_regions and not is_transforming()
+        call = _Call(
+            name=name,
+            module=module,
+            entry=self._clock.next_event,
+            first_save_mark=self._clock.save_mark,
+            inputs=[(storage_reference(t), t.untyped_storage().nbytes()) for t in tensors],
+            producers=self._producers_of(tensors),
+            probe=SideEffectProbe(module) if finds_side_effects else None,
+            versions=[ChangeDetector(tensor) for tensor in tensors],
+            is_repeatable=has_repeatable_arguments(args, kwargs),
+        )
+        self._calls.setdefault(name, []).append(call)
+        self._open.append(call)
+        if self._candidates is not None:
+            self._candidates.enter(name, module, args, kwargs)
+
+    def _leave(self, call: _Call, output: Any) -> None:
+        """Record a call that ends; its output is None if the forward raised an exception."""
+        assert self._clock is not None
+        call.last_save_mark = self._clock.save_mark
+        call.has_side_effects = call.probe is None or call.probe.has_side_effects()
+        call.is_done = output is not None
+        outputs = list(tensors_in(output))
+        references = [storage_reference(t) for t in outputs]
+        for number, reference, role in call.saved:
+            if role == "internal" and reference in references:
+                self._roles[number] = "output"
+        call.output_bytes = sum(t.nbytes for t in outputs if t.requires_grad)
+        if not any(True for _ in call.module.children()):
+            self._record_producer(outputs, references, call.name)
 
     def _record_producer(self, outputs: list[Tensor], references: list[Any], name: str) -> None:
         for tensor, reference in zip(outputs, references, strict=True):

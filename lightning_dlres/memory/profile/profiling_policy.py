@@ -106,6 +106,8 @@ class ProfilingPolicy:
         # For every interval: memory mark and bytes of each storage that autograd released in it.
         self._ends: dict[int, list[tuple[int, int]]] = {}
         self._is_in_event = False
+        # True in `own_work`.
+        self._is_own_work = False
         # Time at which the present interval started, and seconds of all intervals before it.
         self._resumed = self._computed = 0.0
         # True while the step runs.
@@ -152,13 +154,31 @@ class ProfilingPolicy:
 
     def clock(self) -> float:
         """Return the seconds of computation so far, without the policy's own work."""
-        if self._gpu is not None:
-            self._gpu.synchronize()
+        self._synchronize()
         return self._computed + time.perf_counter() - self._resumed
 
     def mark_memory(self) -> int:
         """Mark the present time in the meter's trace; return the memory mark."""
-        return self._meter.mark(is_own_work=False)
+        start = time.perf_counter()
+        mark = self._meter.mark(is_own_work=False)
+        self._resumed += time.perf_counter() - start
+        return mark
+
+    @contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Context manager of the package's own work in an interval. Its seconds and memory count
+        neither in the interval nor in the layers."""
+        self._synchronize()
+        start = time.perf_counter()
+        self._meter.mark(is_own_work=True)
+        self._is_own_work = True
+        try:
+            yield
+        finally:
+            self._synchronize()
+            self._is_own_work = False
+            self._meter.mark(is_own_work=False)
+            self._resumed += time.perf_counter() - start
 
     def profile(self, links: Iterable[TierLink], rate: float = inf) -> StepProfile:
         """Return the profile of the measured step.
@@ -288,8 +308,7 @@ class ProfilingPolicy:
 
     def _begin_event(self) -> None:
         """Begin an event, which ends the interval before it."""
-        if self._gpu is not None:
-            self._gpu.synchronize()
+        self._synchronize()
         seconds = time.perf_counter() - self._resumed
         self._seconds.append(seconds)
         self._computed += seconds
@@ -300,8 +319,7 @@ class ProfilingPolicy:
 
     def _resume(self) -> None:
         """End an event, and start the next interval."""
-        if self._gpu is not None:
-            self._gpu.synchronize()
+        self._synchronize()
         self._start_mark = self._meter.mark(is_own_work=False)
         self._is_in_event = False
         restored = self._byte_counter.now if self._meter.counts_restored else 0
@@ -320,7 +338,8 @@ class ProfilingPolicy:
         if self._is_open:
             record.end = self.next_event - 1
             if record.shared_until is not None and not self._is_in_event:
-                mark = self._meter.mark(is_own_work=False)
+                # Garbage collection may release a storage at any time.
+                mark = self._meter.mark(is_own_work=self._is_own_work)
                 self._ends.setdefault(self.next_event, []).append((mark, record.nbytes))
                 if record.owned_address is not None:
                     # Up to here a saved storage; from here on the user's own memory.
@@ -349,9 +368,12 @@ class ProfilingPolicy:
         return packed, encoded_at - start, self._synchronized_time() - encoded_at
 
     def _synchronized_time(self) -> float:
+        self._synchronize()
+        return time.perf_counter()
+
+    def _synchronize(self) -> None:
         if self._gpu is not None:
             self._gpu.synchronize()
-        return time.perf_counter()
 
 
 def _call_at_end(
