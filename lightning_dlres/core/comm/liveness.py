@@ -146,8 +146,8 @@ class Watch:
             grace, report, kill: See `Watch`.
 
         Raises:
-            ConfigError: If there are no names, a time is too short or infinite, or this host cannot
-                listen at the address.
+            ConfigError: If there are no names, or more than this process can connect; if a time is
+                too short or infinite, or this host cannot listen at the address.
         """
         _check_times(deadline, grace)
         if not names:
@@ -162,7 +162,7 @@ class Watch:
             bind=bind,
             curve=server_keys,
             allowed=[client_keys.public] if client_keys else [],
-            limits=_LIMITS,
+            limits=_LIMITS.for_clients(len(names) - 1, "other ranks"),
             monitor=True,
         )
         server.refusals.log = _log.warning

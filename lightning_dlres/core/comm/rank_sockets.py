@@ -69,6 +69,9 @@ class RankSockets(Server):
         bind: Address at which this rank listens.
         keys: Keys of this rank; None for traffic that stays on this host.
         allowed: Public keys of the other ranks.
+
+    Raises:
+        ConfigError: See `Server`; or if there are too many ranks for the process's open files.
     """
 
     def __init__(
@@ -79,7 +82,8 @@ class RankSockets(Server):
         keys: CurveKeys | None,
         allowed: Collection[bytes],
     ) -> None:
-        super().__init__(bind=bind, curve=keys, allowed=allowed, limits=_LIMITS)
+        limits = _LIMITS.for_clients(len(ranks), "other ranks")
+        super().__init__(bind=bind, curve=keys, allowed=allowed, limits=limits)
         self.refusals.log = _log.warning
         self._ranks, self._keys = ranks, keys
         # Socket that sends to each other rank, with its lock.
@@ -217,7 +221,8 @@ def open_rank_sockets(
         check: Called while waiting; raises if a rank is known to have failed.
 
     Raises:
-        ConfigError: If other hosts cannot reach a rank.
+        ConfigError: If other hosts cannot reach a rank, or there are too many ranks for the
+            process's open files.
         PeerError: If a rank is late or lost.
     """
     rank, keys = dist.get_rank(group), CurveKeys.generate()

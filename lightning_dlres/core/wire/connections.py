@@ -30,6 +30,20 @@ _MESSAGE_OVERHEAD, _SECOND_OVERHEAD = 512, 64
 _OTHER_DESCRIPTORS, _LEAST_CONNECTIONS = 256, 16
 
 
+def connection_limit(max_connections: int) -> int:
+    """Return the largest number of connections: `max_connections`, or fewer if the process may
+    open few files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return max_connections
+    return min(max_connections, max(_LEAST_CONNECTIONS, (soft - _OTHER_DESCRIPTORS) // 2))
+
+
+def needed_files(connections: int) -> int:
+    """Return the limit of open files that a server with so many connections needs."""
+    return 2 * connections + _OTHER_DESCRIPTORS
+
+
 @dataclass
 class _Connection:
     """An open connection, through a copy of its descriptor.
@@ -88,12 +102,8 @@ class Connections:
     def __init__(
         self, max_connections: int, max_unread_bytes: int, note_refusal: Callable[[str], None]
     ) -> None:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY:
-            max_connections = min(
-                max_connections, max(_LEAST_CONNECTIONS, (soft - _OTHER_DESCRIPTORS) // 2)
-            )
-        self._max_connections, self._max_unread_bytes = max_connections, max_unread_bytes
+        self._max_connections = connection_limit(max_connections)
+        self._max_unread_bytes = max_unread_bytes
         self._note_refusal = note_refusal
         self._connections: dict[int, _Connection] = {}
         self._numbers = itertools.count()

@@ -20,7 +20,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from lightning_dlres.core.checks import whole_number
 from lightning_dlres.core.errors import ConfigError, ProtocolError, got_expected
-from lightning_dlres.core.wire.connections import Connections
+from lightning_dlres.core.wire.connections import Connections, connection_limit, needed_files
 from lightning_dlres.core.wire.endpoint import PORTS, TRACKED, ZAP_DOMAIN, ConnectionEvent, Endpoint
 from lightning_dlres.core.wire.keys import CurveKeys, check_key
 from lightning_dlres.core.wire.message import Buffer, Message, protocol_error, unpack
@@ -50,6 +50,29 @@ class SocketLimits:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             whole_number(name, value, f"{name}=1000")
+
+    def for_clients(self, count: int, name: str) -> SocketLimits:
+        """Return these limits, if a server of this process can hold so many clients at one time.
+
+        Otherwise it would close the connections of some, which would wait for their timeout.
+
+        Args:
+            count: Number of clients.
+            name: Name of the number in the error, such as "workers".
+
+        Raises:
+            ConfigError: If it cannot.
+        """
+        limit = connection_limit(self.connections)
+        if count <= limit:
+            return self
+        fix = f"Use at most {self.connections}"
+        if count <= self.connections:
+            fix = (
+                f"Run `ulimit -n {needed_files(count)}` on the server's host before the process "
+                "starts: it may open too few files"
+            )
+        raise ConfigError(f"{name} must be at most {limit} for this server, got {count}. {fix}.")
 
 
 class Server(Endpoint):

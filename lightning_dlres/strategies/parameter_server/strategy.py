@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dlres.core.checks import flag, timeout_seconds
+from lightning_dlres.core.comm.collectives import gather_bytes
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_bytes
@@ -216,9 +217,14 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         servers = len(self._hosted.addresses)
         self._keys = keys_of(self._module, optimizers, servers, options.key_size())
         parameters = KeyedParameters(self._keys.parameters)
-        self._session = WorkerSession(self._job(self._hosted, self._keys), parameters)
+        job = self._job(self._hosted, self._keys)
         if self.global_rank == 0:
+            self._session = WorkerSession(job, parameters)
             self._session.start(states_by_key(self._keys, optimizers))
+        # The other ranks connect later. If a server cannot hold so many connections, it may close
+        # that of rank 0, which could then not learn that the server refuses the job.
+        gather_bytes(b"", self._wait_seconds, connection.check)
+        self._session = self._session or WorkerSession(job, parameters)
         self._session.join()
         trainer = self._module.trainer
         self._clipping = Clipping()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import zmq
 
 from lightning_dlres.core.comm.rank_addresses import LOOPBACK
+from lightning_dlres.core.wire import connections
 from lightning_dlres.core.wire.keys import CurveKeys, create_keys, load_keys, load_public_key
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
 from lightning_dlres.strategies.parameter_server import server_hosting
@@ -65,6 +68,21 @@ def test_servers_of_other_hosts_need_keys(pool: RankPool, tmp_path: Path) -> Non
         options |= {"key": str(tmp_path / "stranger.key_secret"), "timeout": 3}
         with pytest.raises(RankFailure, match="its keys match"):
             pool.run(fit, 2, options, **MODEL)
+
+
+def fit_with_few_connections(context: RankContext, *args: Any, **arguments: Any) -> None:
+    """Fit with a server that can hold the connection of one rank only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections, "_LEAST_CONNECTIONS", 1)
+        patch.setattr(resource, "getrlimit", lambda kind: (1, 1))
+        fit(context, *args, **arguments)
+
+
+def test_a_run_with_too_many_ranks_ends_at_once(pool: RankPool) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="workers must be at most 1 for this server, got 2"):
+        pool.run(fit_with_few_connections, 2, {"timeout": 300}, **MODEL)
+    assert time.monotonic() - start < 60
 
 
 class RestartedServer:

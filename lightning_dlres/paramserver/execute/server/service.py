@@ -25,7 +25,7 @@ from lightning_dlres.core.wire.message import Message
 from lightning_dlres.core.wire.server import Server, SocketLimits
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.consistency import Answer
-from lightning_dlres.paramserver.execute.server.shard import Shard
+from lightning_dlres.paramserver.execute.server.shard import MAX_WORKERS, Shard
 from lightning_dlres.paramserver.execute.server.snapshot_schedule import SnapshotSchedule
 from lightning_dlres.paramserver.execute.server.snapshots import SnapshotFiles
 from lightning_dlres.paramserver.execute.server.status import StatusAnswer, server_status
@@ -36,7 +36,7 @@ _IDLE_SECONDS = 0.25
 # Limits of the server's socket. `queued` bounds the messages that wait in each direction, for each
 # worker.
 _LIMITS = SocketLimits(
-    frame_bytes=protocol.FRAME_BYTES, unread_bytes=256 << 20, connections=1024, queued=64
+    frame_bytes=protocol.FRAME_BYTES, unread_bytes=256 << 20, connections=MAX_WORKERS, queued=64
 )
 # Seconds between two looks for silent workers.
 _LOOK_SECONDS = 0.25
@@ -56,7 +56,8 @@ class ParameterServer:
         address: Address for workers.
 
     Raises:
-        ConfigError: If the address cannot be bound, or the snapshot is damaged.
+        ConfigError: If the address cannot be bound, the snapshot is damaged, or its job has more
+            workers than this process can connect.
     """
 
     def __init__(
@@ -93,6 +94,8 @@ class ParameterServer:
             port = int(self.address.rpartition(":")[2])
             try:
                 files, shard = SnapshotFiles.open(snapshot, port, self._started)
+                if shard is not None:
+                    _LIMITS.for_clients(shard.setup.workers, "workers of the snapshot's job")
             except ConfigError:
                 self._server.close()
                 raise
@@ -242,6 +245,7 @@ class ParameterServer:
             setup = message.decode(protocol.JobSetup)
             if setup.job != job:
                 raise ProtocolError(f"{message.peer} described another job than its own.")
+            _LIMITS.for_clients(setup.workers, "workers")
             shard = Shard(setup, is_persistent=self._snapshots.is_on, now=time.monotonic())
         except Exception as error:  # Nothing has changed yet, whatever a description contains.
             self._server.refusals.note(error)
