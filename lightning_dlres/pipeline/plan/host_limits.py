@@ -42,7 +42,8 @@ def plan_within_hosts(
     if not overfull:
         return plan
     ranks = Counter(device.host for device in cluster.devices if device.memory_limit is None)
-    rank_limits = {host: size // ranks[host] for host, size in host_memory.items()}
+    # A host may have no such rank: all have limits of their own, or none is in the cluster.
+    rank_limits = {host: size // ranks[host] for host, size in host_memory.items() if ranks[host]}
     devices = tuple(
         msgspec.structs.replace(device, memory_limit=rank_limits.get(device.host))
         if device.memory_limit is None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import pytest
@@ -20,13 +22,12 @@ LAYERS = tuple(
     for i, size in enumerate(SIZES)
 )
 CLUSTER = Cluster(kinds=("cpu",), devices=(Device(host="a"), Device(host="a")))
-SPLITS = ((2, 2), (1, 3))
 
 
-def fastest(cluster: Cluster) -> PipelinePlan:
+def fastest(cluster: Cluster, splits: Sequence[tuple[int, int]] = ((2, 2), (1, 3))) -> PipelinePlan:
     """Return the first split that fits."""
     limits = [device.memory_limit for device in cluster.devices]
-    for split in SPLITS:
+    for split in splits:
         held = (sum(SIZES[: split[0]]), sum(SIZES[split[0] :]))
         if all(limit is None or size <= limit for size, limit in zip(held, limits, strict=True)):
             return PipelinePlan(
@@ -76,3 +77,16 @@ def test_ranks_with_their_own_limit_are_left_out() -> None:
     devices = (Device(host="a", memory_limit=160), Device(host="a"))
     cluster = Cluster(kinds=("cpu",), devices=devices)
     assert without_warnings({"a": 80}, cluster).cluster == cluster
+
+
+@pytest.mark.parametrize("memory", [{"a": 100, "b": 100}, {"b": 100, "c": 1}])
+def test_hosts_without_ranks_to_limit_take_no_part(memory: dict[str, int]) -> None:
+    # The rank on host a has a limit of its own, and no rank is on host c. Host b is overfull.
+    devices = (Device(host="a", memory_limit=200), Device(host="b"))
+    cluster = Cluster(kinds=("cpu",), devices=devices)
+    plan = plan_within_hosts(
+        partial(fastest, splits=((1, 3), (3, 1))), cluster, memory, warnings.warn
+    )
+    assert plan.split == (3, 1)
+    assert plan.cluster is not None
+    assert [device.memory_limit for device in plan.cluster.devices] == [200, 100]
