@@ -115,9 +115,13 @@ class Workload:
     def recompute_seconds(self, index: int, kind: int) -> float:
         """Return the seconds of a layer's recomputation for one micro-batch.
 
-        A recomputed layer always has an autograd graph of its own.
+        A recomputed layer always has an autograd graph of its own. Its second forward has half of
+        the overhead again. With one replica, its first forward and its backward have one only
+        because the layer is recomputed, so their overhead counts here, too.
         """
-        return self.layers[index].forward[kind] + _for_kind(self.step.run_overhead_seconds, kind)
+        overhead = _for_kind(self.step.run_overhead_seconds, kind)
+        uncounted = overhead - self._run_overhead_seconds(kind)
+        return self.layers[index].forward[kind] + overhead / 2 + uncounted
 
     def _run_overhead_seconds(self, kind: int) -> float:
         """Return the overhead of a layer's forward and backward, without recomputation; see

@@ -253,10 +253,12 @@ class TestOneReplica:
         )
         costs = one.stage_cost(0, 0, range(2), {1}).seconds
         assert (costs[Work.FORWARD], costs[Work.BACKWARD]) == (2, 4)
-        assert costs[Work.RECOMPUTE] == 1.5
-        # With several replicas every layer is a run of its own.
-        costs = two.stage_cost(0, 0, range(2), ()).seconds
+        # Two forwards and a backward, each with half of the overhead.
+        assert costs[Work.RECOMPUTE] == 1.75
+        # With several replicas every layer is a run of its own. Only the second forward is new.
+        costs = two.stage_cost(0, 0, range(2), {1}).seconds
         assert (costs[Work.FORWARD], costs[Work.BACKWARD]) == (2.5, 4.5)
+        assert costs[Work.RECOMPUTE] == 1.25
 
     def test_recomputation_hides_in_idle_time(self) -> None:
         layers = plain_layers([1.0, 1.0])
