@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import random
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dlres import _compat
-from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.wire.payload import as_bytes
 from lightning_dlres.pipeline.execute.digest import digest
 
@@ -281,17 +280,44 @@ def value_key(value: Any) -> Hashable:
 
 
 def same_tensors(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype, device and values, bit by bit.
+    """Return whether two tensors have the same shape, dtype, device, layout and values, bit by bit.
 
     NaN is the same as NaN, and 0.0 differs from -0.0.
     """
+    # A nested tensor may have no shape.
+    if a.is_nested or b.is_nested:
+        return a.is_nested and b.is_nested and a.layout == b.layout and _same_parts(a, b)
     if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout):
         return False
-    try:
-        return torch.equal(as_bytes(a), as_bytes(b))
-    except ConfigError:
-        # Sparse and quantized tensors cannot be read as bytes.
+    if a.layout is not torch.strided:
+        return _same_parts(a, b)
+    # A tensor on the meta device has no values.
+    if a.is_meta:
+        return True
+    if a.is_quantized or b.is_quantized:
         return torch.equal(a, b)
+    return torch.equal(as_bytes(a), as_bytes(b))
+
+
+def _same_parts(a: Tensor, b: Tensor) -> bool:
+    parts, others = _dense_parts(a.detach()), _dense_parts(b.detach())
+    return len(parts) == len(others) and all(map(same_tensors, parts, others))
+
+
+def _dense_parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the strided tensors that a nested or sparse tensor is made of."""
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.layout is torch.sparse_coo:
+        # Public functions show the indices only of a coalesced tensor, in which each is once.
+        is_coalesced = torch.tensor(tensor.is_coalesced())
+        tensor = tensor.coalesce()
+        return tensor.indices(), tensor.values(), is_coalesced
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor.to_dense(),)
 
 
 def same_generator_state(a: Any, b: Any) -> bool:
