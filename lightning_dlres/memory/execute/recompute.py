@@ -6,6 +6,7 @@ it again, so that the module's class, state dict keys and hooks stay the same.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 from lightning_dlres.core._compat import is_transforming, version_of
 from lightning_dlres.memory.execute.bitwise_check import BitwiseCheck
 from lightning_dlres.memory.execute.call_tracker import CallTracker
+from lightning_dlres.memory.execute.shallow_copies import unpatch_copies
 from lightning_dlres.memory.execute.side_effects import PLAIN, checksum, tensors_in
 
 # Callback that gets True if a recomputed output has the same bits as the first one.
@@ -49,7 +51,7 @@ class RecomputingForward:
 
     Args:
         module: Module whose forward it replaces.
-        tracker: Tracker of the module that each thread called last; it finds copies of a module.
+        tracker: Tracker of the modules that each thread is calling; it finds copies of a module.
         report: Gets True if a second run gives the same bits. Such a check uses the first output
             and saves no memory. None: recompute without a check.
     """
@@ -235,7 +237,7 @@ def patch_recompute(
     Args:
         root: Model.
         names: Paths of the modules below the root.
-        tracker: Tracker of the module that each thread called last; it finds copies of a module.
+        tracker: Tracker of the modules that each thread is calling; it finds copies of a module.
         bitwise_check: Receives the comparison of both runs; None: no comparison.
     """
     patched = []
@@ -248,10 +250,14 @@ def patch_recompute(
     try:
         yield
     finally:
-        for module, forward in reversed(patched):
+        references = [weakref.ref(forward) for _, forward in patched]
+        while patched:
+            module, forward = patched.pop()
             # Leave a forward alone that other code has put in the place of this one.
             if module.__dict__.get("forward") is forward:
                 if forward.previous_forward is None:
                     del module.forward
                 else:
                     module.forward = forward.previous_forward
+            del forward
+        unpatch_copies(references, lambda forward: forward.previous_forward)

@@ -5,6 +5,7 @@ Classes, state dict keys and hooks of the modules stay the same, and a patch can
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from lightning_dlres.memory.execute.reuse.activations import SignedRelu
 from lightning_dlres.memory.execute.reuse.formula_matching import FormulaMatch, match_formula
 from lightning_dlres.memory.execute.reuse.function import InPlaceGradient, MemoryOwner, ReportMatch
 from lightning_dlres.memory.execute.reuse.norms import BatchNormFormula
+from lightning_dlres.memory.execute.shallow_copies import unpatch_copies
 
 
 class ReusingForward:
@@ -29,7 +31,7 @@ class ReusingForward:
     Args:
         module: Module whose forward it replaces.
         owner: Owner of the memory that autograd saves; None: run the forward of the class.
-        tracker: Tracker of the module that each thread called last; it finds copies of a module.
+        tracker: Tracker of the modules that each thread is calling; it finds copies of a module.
         report: Gets True if the formula computes the same bits as the module; None: no check.
     """
 
@@ -98,20 +100,24 @@ def patch_reuse(
         root: Model.
         names: Paths of the modules below the root.
         owner: Owner of the memory that autograd saves.
-        tracker: Tracker of the module that each thread called last; it finds copies of a module.
+        tracker: Tracker of the modules that each thread is calling; it finds copies of a module.
         bitwise_check: Receives comparisons with the forward of the class; None: no comparison.
     """
-    patched = []
+    patched, references = [], []
     for name in names:
         module = root.get_submodule(name)
         # Do not replace a forward that other code has patched in.
         if not has_own_forward(module):
             report = None if bitwise_check is None else partial(bitwise_check.record, name)
-            module.forward = ReusingForward(module, owner, tracker or CallTracker(), report)
+            forward = ReusingForward(module, owner, tracker or CallTracker(), report)
+            module.forward = forward
             patched.append(module)
+            references.append(weakref.ref(forward))
+            del forward
     try:
         yield
     finally:
         for module in reversed(patched):
             if isinstance(vars(module).get("forward"), ReusingForward):
                 del module.forward
+        unpatch_copies(references, lambda forward: None)
