@@ -152,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     quick = flags("activation_offload", __doc__, argv).quick
     settings = QUICK if quick else ON_GPU if on_gpu else Settings()
     device = torch.device("cuda" if on_gpu else "cpu")
+    # The gradients of all ways must be equal, and some kernels of GPUs add up in any order.
+    torch.use_deterministic_algorithms(on_gpu, warn_only=True)
     checks: dict[str, Check] = {}
     raw: dict[str, Any] = {"settings": vars(settings), **versions()}
     rows: list[list[object]] = []
