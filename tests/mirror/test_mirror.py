@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -144,6 +145,30 @@ def test_another_order_is_right_and_is_learnt() -> None:
             mirror.close()
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("window", ["min", "auto", 3 * LAYER, 100 * LAYER])
+def test_several_updates_in_a_step_reach_the_device(window: int | str) -> None:
+    results = []
+    for is_mirrored in (False, True):
+        model, optimizer = make(4)
+        mirror = None
+        if is_mirrored:
+            config = MirrorConfig(window=window)
+            mirror = Mirror(model, [optimizer], config, torch.device("cpu"))
+        losses = []
+        for _ in range(6):
+            with mirror.step("training") if mirror is not None else nullcontext():
+                for _ in range(3):
+                    loss = model(torch.ones(4, 32)).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+        if mirror is not None:
+            mirror.close()
+        results.append(losses)
+    assert results[0] == results[1]
 
 
 def test_a_failed_forward_leaves_the_model_in_the_mirror() -> None:

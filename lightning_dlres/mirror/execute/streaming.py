@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import (
     data_of,
+    is_in_backward,
     storage_owner_count,
     version_of,
     version_witness,
@@ -65,6 +66,8 @@ class ParameterStreaming:
         self._changes_device = changes_device
         # Units that code uses outside of their calls, in each of the calls that surround it.
         self._borrowed: list[list[int]] = [[]]
+        # True if backward has run since the last call outside of backward.
+        self._may_be_updated = False
         # Number of uses of each unit for which backward computes gradients.
         self._uses: dict[int, int] = {}
         self._units, self._values, self._window = units, values, window
@@ -106,6 +109,10 @@ class ParameterStreaming:
         if self._check_replaced(unit):
             self._bring_replaced(unit)
             return
+        if self._may_be_updated and not is_in_backward():
+            # Fused kernels of optimizers leave no trace in a parameter's version.
+            self._may_be_updated = False
+            self._window.drop_idle()
         if torch.is_grad_enabled():
             self._uses[unit] = self._uses.get(unit, 0) + 1
         if unit in self._exposed:
@@ -212,6 +219,7 @@ class ParameterStreaming:
         Returns:
             The parameter's unit, if this was the last of its gradients; otherwise None.
         """
+        self._may_be_updated = True
         unit = self.unit_of.get(parameter)
         if unit is None:
             # The user has put another parameter in the place of one of the mirror's.
@@ -233,6 +241,7 @@ class ParameterStreaming:
 
     def _use_in_backward(self, unit: int) -> DeviceCopy:
         """Return the copy of a unit for backward, which uses it until its gradients are there."""
+        self._may_be_updated = True
         if self._borrowed[0]:
             self.return_borrowed()
         if unit not in self._gradients_to_come:

@@ -145,10 +145,14 @@ class Window:
         if storage_owner_count(memory) == 1:
             self._free.append(memory)
 
-    def drop_all(self) -> None:
-        """Drop all copies that are not in use, and their memory."""
+    def drop_idle(self) -> None:
+        """Drop all copies that are not in use."""
         for unit in [unit for unit in self._copies if unit not in self._in_use]:
             self.drop(unit)
+
+    def drop_all(self) -> None:
+        """Drop all copies that are not in use, and their memory."""
+        self.drop_idle()
         self._free.clear()
 
     def forget_times(self) -> None:
