@@ -111,7 +111,7 @@ def malformed(draw: random.Random, kinds: list[str], typed: list[bytes]) -> Iter
         if choice == 3:
             frames[0] = draw.choice([b"\x91" * 1500, b"\xdf\xff\xff\xff\xff", draw.randbytes(40)])
         elif choice == 4:
-            claims = {"kind": kind, "sequence": 1 << 60, "crc32": 0, "length": 1 << 62}
+            claims = {"kind": kind, "sequence": 1 << 60, "checksum": 0, "length": 1 << 62}
             frames[0] = msgspec.msgpack.encode(claims)
         elif choice == 5:
             frames = [draw.randbytes(draw.randrange(20)) for _ in range(draw.randrange(1, 9))]

@@ -243,7 +243,7 @@ class Endpoint:
         *,
         sequence: int | None,
         details: bytes = b"",
-        payload_crc32: int | None = None,
+        payload_checksum: int | None = None,
         options: Mapping[str, bool] = MappingProxyType({}),
     ) -> tuple[int, zmq.MessageTracker | None]:
         """Send a message; return its sequence number, and its tracker or None.
@@ -253,7 +253,7 @@ class Endpoint:
             peer: Name of the receiver, for errors.
             kind, payload, details: See `Message`.
             sequence: Sequence number; None for this socket's next one.
-            payload_crc32: CRC-32 of the payload, if it is known.
+            payload_checksum: Checksum of the payload, if it is known.
             options: Keyword arguments of `send_multipart`; `track=True` gives a tracker.
 
         Raises:
@@ -263,7 +263,9 @@ class Endpoint:
         if sequence is None:
             sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
         try:
-            message = pack(kind, sequence, payload, details=details, payload_crc32=payload_crc32)
+            message = pack(
+                kind, sequence, payload, details=details, payload_checksum=payload_checksum
+            )
             frames = [*routing, *message]
             tracker = self._socket.send_multipart(frames, **options)
         except zmq.Again as error:
@@ -376,11 +378,11 @@ class Client(Endpoint):
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def send_tracked(
-        self, kind: str, payload: Buffer, *, details: bytes, payload_crc32: int | None = None
+        self, kind: str, payload: Buffer, *, details: bytes, payload_checksum: int | None = None
     ) -> zmq.MessageTracker:
         """Send without copying the payload; return a tracker of ZeroMQ's use of it.
 
-        `payload_crc32` is the CRC-32 of the payload, if it is known.
+        `payload_checksum` is the checksum of the payload, if it is known.
 
         Raises:
             PeerTimeoutError: If the server does not read and the queue is full.
@@ -392,7 +394,7 @@ class Client(Endpoint):
             payload,
             sequence=None,
             details=details,
-            payload_crc32=payload_crc32,
+            payload_checksum=payload_checksum,
             options=TRACKED,
         )[1]
         assert tracker is not None

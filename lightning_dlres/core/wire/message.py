@@ -1,13 +1,12 @@
 """Messages between two endpoints.
 
-Every message has two frames: a msgpack header (kind, sequence, CRC-32, length of the payload, small
-details) and the raw payload. A large payload is therefore never copied into another buffer. Nothing
-is ever unpickled.
+Every message has two frames: a msgpack header (kind, sequence, checksum, length of the payload,
+small details) and the raw payload. A large payload is therefore never copied into another buffer.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
@@ -15,6 +14,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.core.wire.checksum import checksum_of
 from lightning_dlres.core.wire.decoding import from_msgpack
 
 Buffer = bytes | bytearray | memoryview
@@ -27,14 +27,14 @@ _Details = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
 
 
 class MessageHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """First frame of a message. Its length and CRC-32 reveal damage before the payload is used.
+    """First frame of a message. Its length and checksum reveal damage before the payload is used.
 
-    The CRC-32 is that of the payload, followed by the details.
+    The checksum is that of the payload, followed by the details.
     """
 
     kind: _Kind
     sequence: _Unsigned
-    crc32: _Unsigned
+    checksum: _Unsigned
     length: _Unsigned
     details: _Details = b""
 
@@ -90,17 +90,17 @@ def pack(
     payload: Buffer,
     *,
     details: bytes = b"",
-    payload_crc32: int | None = None,
+    payload_checksum: int | None = None,
 ) -> list[Buffer]:
     """Return the two frames of a message.
 
     Args:
         kind, sequence, payload, details: See `Message`.
-        payload_crc32: CRC-32 of the payload, if it is known.
+        payload_checksum: Checksum of the payload, if it is known.
     """
-    crc32 = zlib.crc32(payload) if payload_crc32 is None else payload_crc32
-    crc32 = zlib.crc32(details, crc32)
-    header = MessageHeader(kind, sequence, crc32, memoryview(payload).nbytes, details)
+    checksum = checksum_of(payload) if payload_checksum is None else payload_checksum
+    checksum = checksum_of(details, checksum)
+    header = MessageHeader(kind, sequence, checksum, memoryview(payload).nbytes, details)
     return [msgspec.msgpack.encode(header), payload]
 
 
@@ -122,9 +122,9 @@ def unpack(frames: Sequence[bytes | memoryview], peer: str, connection: int = 0)
         raise protocol_error(
             peer, f"{len(payload)} bytes", f"{header.length} bytes of {header.kind!r}"
         )
-    if zlib.crc32(header.details, zlib.crc32(payload)) != header.crc32:
+    if checksum_of(header.details, checksum_of(payload)) != header.checksum:
         raise protocol_error(
-            peer, f"a damaged {header.kind!r} payload", f"CRC-32 {header.crc32:08x}"
+            peer, f"a damaged {header.kind!r} payload", f"one with the checksum {header.checksum:x}"
         )
     return Message(header.kind, header.sequence, payload, peer, connection, header.details)
 

@@ -213,12 +213,12 @@ class Server(Endpoint):
         *,
         sequence: int,
         details: bytes = b"",
-        payload_crc32: int | None = None,
+        payload_checksum: int | None = None,
     ) -> zmq.MessageTracker:
         """Send without copying the payload; return a tracker of ZeroMQ's use of it.
 
-        The tracker is done when ZeroMQ no longer holds the payload. `payload_crc32` is its CRC-32,
-        if it is known.
+        The tracker is done when ZeroMQ no longer holds the payload. `payload_checksum` is its
+        checksum, if it is known.
 
         Raises:
             PeerLostError: If no such client is connected.
@@ -231,7 +231,7 @@ class Server(Endpoint):
             payload,
             sequence=sequence,
             details=details,
-            payload_crc32=payload_crc32,
+            payload_checksum=payload_checksum,
             options=TRACKED,
         )[1]
         assert tracker is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from lightning_dlres.codecs.gradient.base import GradientCodec
 from lightning_dlres.core.arrays import byte_array
 from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.core.wire.checksum import checksum_of
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.plan.keys import Key
 
@@ -93,7 +93,7 @@ class KeyState:
     has_previous: bool = False
     loaded: bool = False
     retired: RetiredValues = field(default_factory=RetiredValues)
-    _crc32: int | None = None
+    _checksum: int | None = None
     _sent: list[zmq.MessageTracker] = field(default_factory=list)
 
     @classmethod
@@ -140,11 +140,11 @@ class KeyState:
         """Return the bytes of the parameter's previous value, without a copy."""
         return byte_array(self.gradient)
 
-    def crc32(self) -> int:
-        """Return the CRC-32 of the parameter's bytes."""
-        if self._crc32 is None:
-            self._crc32 = zlib.crc32(self.payload().data)
-        return self._crc32
+    def checksum(self) -> int:
+        """Return the checksum of the parameter's bytes."""
+        if self._checksum is None:
+            self._checksum = checksum_of(self.payload().data)
+        return self._checksum
 
     def note_sent(self, tracker: zmq.MessageTracker) -> None:
         """Note that ZeroMQ still reads the parameter until a tracker is done."""
@@ -157,7 +157,7 @@ class KeyState:
 
     def require_unshared(self) -> None:
         """Move the value to other memory if ZeroMQ may still send the old one."""
-        self._crc32 = None
+        self._checksum = None
         if any(not tracker.done for tracker in self._sent):
             self.parameter.data = self.retired.replace(self.parameter.data, self._sent)
         self._sent = []

@@ -130,7 +130,7 @@ class ValueQueue:
                 payload.data,
                 sequence=0,
                 details=msgspec.msgpack.encode(reply),
-                payload_crc32=None if is_previous else state.crc32(),
+                payload_checksum=None if is_previous else state.checksum(),
             )
         except PeerError:
             # The worker asks again when it is back, or when it reads again.

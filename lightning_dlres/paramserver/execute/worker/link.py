@@ -235,7 +235,7 @@ class ServerLink:
                 protocol.PUSH,
                 entry.payload,
                 details=self._current(entry.details),
-                payload_crc32=entry.payload_crc32(),
+                payload_checksum=entry.payload_checksum(),
             )
             entry.trackers = [one for one in entry.trackers if not one.done]
             entry.trackers.append(tracker)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import zlib
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
+from lightning_dlres.core.wire.checksum import checksum_of
 from lightning_dlres.core.wire.decoding import from_msgpack
 
 # An entry in the ring: a header of this many bytes, the details of the push, and its payload.
@@ -41,7 +41,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     scale: float
     details: int
     payload: int
-    crc32: int
+    checksum: int
 
 
 @dataclass(eq=False)
@@ -73,13 +73,13 @@ class LogEntry:
     trackers: list[zmq.MessageTracker] = field(default_factory=list)
     is_durable: bool = False
     replaced: LogEntry | None = None
-    _crc32: int | None = None
+    _checksum: int | None = None
 
-    def payload_crc32(self) -> int:
-        """Return the CRC-32 of the payload, which must be complete."""
-        if self._crc32 is None:
-            self._crc32 = zlib.crc32(self.payload)
-        return self._crc32
+    def payload_checksum(self) -> int:
+        """Return the checksum of the payload, which must be complete."""
+        if self._checksum is None:
+            self._checksum = checksum_of(self.payload)
+        return self._checksum
 
     @property
     def array(self) -> NDArray[np.uint8]:
@@ -190,7 +190,7 @@ class PushLog:
             entry.scale,
             len(entry.details),
             len(entry.payload),
-            zlib.crc32(entry.details, entry.payload_crc32()),
+            checksum_of(entry.details, entry.payload_checksum()),
         )
         encoded = msgspec.msgpack.encode(header)
         framed = len(encoded).to_bytes(2, "little") + encoded
@@ -302,7 +302,7 @@ class PushLog:
             return None
         details = bytes(self._view[start : start + header.details])
         payload = self._view[first:end]
-        if zlib.crc32(details, zlib.crc32(payload)) != header.crc32:
+        if checksum_of(details, checksum_of(payload)) != header.checksum:
             return None
         return LogEntry(
             key=header.key,
