@@ -31,6 +31,7 @@ from lightning_dlres.strategies.capabilities import (
     ReportSections,
     ReportsRun,
     plan_of,
+    server_report_of,
     tracer_of,
 )
 
@@ -51,6 +52,7 @@ class ResourceReport(Callback):
     - `trace.json`, the last steps of all ranks, for https://ui.perfetto.dev.
 
     Under `CompressedDDPStrategy` the line and the files show gradient synchronisation instead.
+    Under `ParameterServerStrategy` a section shows servers and workers at the end of training.
     Under other strategies `report.md` has the time of a step, and names the missing figures.
 
     With `ActivationOffload` or `MemoryPrecision`, `memory.png` shows the memory on the device over
@@ -89,6 +91,7 @@ class ResourceReport(Callback):
         self._gathered: GatheredSpans | None = None
         self._memory: tuple[str, str, bytes] | None = None
         self._mirror: str | None = None
+        self._servers: str | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -161,6 +164,7 @@ class ResourceReport(Callback):
     def _report(self, trainer: Trainer) -> None:
         strategy, spans = trainer.strategy, self._spans
         self._memory, self._mirror = memory_report(trainer), mirror_report(trainer)
+        self._servers = server_report_of(strategy)
         sections = None
         if isinstance(strategy, ReportsRun):
             run = MeasuredRun(
@@ -210,6 +214,8 @@ class ResourceReport(Callback):
             pictures[MEMORY_PICTURE] = picture
         if self._mirror is not None:
             text += f"\n## Parameter mirror\n\n{self._mirror}\n"
+        if self._servers is not None:
+            text += f"\n## Parameter servers\n\n{self._servers}\n"
         location = "no files with fast_dev_run"
         if self._directory is not None:
             names = sections.rank_names

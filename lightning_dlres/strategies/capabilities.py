@@ -131,6 +131,12 @@ def plan_of(strategy: Strategy) -> PipelinePlan | None:
     return plan if isinstance(plan, PipelinePlan) else None
 
 
+def server_report_of(strategy: Strategy) -> str | None:
+    """Return the strategy's report of its parameter servers, or None if it has none."""
+    report = getattr(strategy, "server_report", None)
+    return report if isinstance(report, str) else None
+
+
 def tracer_of(strategy: Strategy) -> Tracer | None:
     """Return the tracer in which the strategy records spans, or None if it records none."""
     tracer = getattr(strategy, "tracer", None)

@@ -30,6 +30,7 @@ from lightning_dlres.paramserver.execute.server.consistency import BSP
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
+from lightning_dlres.paramserver.report.server_report import ServerReport
 from lightning_dlres.paramserver.setup.config import EMBEDDED, ParameterServerConfig
 from lightning_dlres.paramserver.setup.model_keys import ModelKeys, keys_of
 from lightning_dlres.paramserver.setup.optimizer_states import (
@@ -165,6 +166,8 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         self._updates: RemoteUpdates | None = None
         self._keys: ModelKeys | None = None
         self._clipping = Clipping()
+        # On rank 0, from the start of the first training on.
+        self._report: ServerReport | None = None
         # True while Lightning runs a backward whose gradients are accumulated only.
         self._accumulates = False
 
@@ -177,6 +180,12 @@ class ParameterServerStrategy(NamedFailuresStrategy):
     def session(self) -> WorkerSession | None:
         """Session of this rank with the servers; None outside of training."""
         return self._session
+
+    @property
+    def server_report(self) -> str | None:
+        """State of the servers at the end of the latest training, as Markdown; None before it, and
+        on ranks other than 0."""
+        return None if self._report is None else self._report.text
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -234,6 +243,9 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         self._updates = RemoteUpdates(
             self._session, self._keys, optimizers, self._clipping, self._pushes_early()
         )
+        if self.global_rank == 0:
+            hosted = self._hosted
+            self._report = ServerReport(hosted.addresses, hosted.curve, hosted.server_keys)
         nbytes = sum(key.nbytes for key in self._keys.keys)
         rank_zero_info(
             f"dlres: {len(self._keys.keys)} keys with {format_bytes(nbytes)} on {servers} "
@@ -300,6 +312,9 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         super().on_train_end()
         if self._session is None or self._keys is None or self._connection is None:
             return
+        if self._report is not None:
+            # Before the other ranks leave.
+            self._report.finish()
         # A callback, such as weight averaging, may have put other weights there for good.
         has_edits = self._updates is not None and self._updates.are_edited()
         if not self._connection.any_rank(has_edits) and self._options.consistency != BSP:

@@ -6,12 +6,14 @@ import resource
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from lightning_dlres.callbacks import ResourceReport
 from lightning_dlres.core.comm.rank_addresses import LOOPBACK
 from lightning_dlres.core.wire import connections
 from lightning_dlres.core.wire.keys import CurveKeys, create_keys, load_keys, load_public_key
@@ -42,6 +44,17 @@ def fit_on_hosts(context: RankContext, *args: Any, **arguments: Any) -> dict[str
 def test_embedded_servers_encrypt_between_hosts(pool: RankPool) -> None:
     one, other = (pool.run(run, 2, {}, **MODEL) for run in (fit, fit_on_hosts))
     assert distance(one[0]["weights"], other[1]["weights"]) == 0
+
+
+def test_the_report_has_the_servers_and_all_workers(pool: RankPool, tmp_path: Path) -> None:
+    report = partial(ResourceReport, tmp_path)
+    pool.run(fit_on_hosts, 2, {"embedded_servers": 2}, callbacks=(report,), **MODEL)
+    text = (tmp_path / "report.md").read_text()
+    assert "## Parameter servers" in text
+    servers, workers = text.split("Workers", 1)
+    assert "0 of 2" in servers
+    assert "1 of 2" in servers
+    assert workers.count("active") == 2
 
 
 def test_servers_of_other_hosts_need_keys(pool: RankPool, tmp_path: Path) -> None:
