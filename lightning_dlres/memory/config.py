@@ -58,8 +58,8 @@ class OffloaderConfig:
         recompute: Whether a plan may run modules again in backward.
         reuse: Whether a plan may let modules reuse their inputs' memory.
         profile_steps: Number of steps that are measured for a plan.
-        exact: Whether modules are patched only if they compute the same bits. This takes one
-            additional step, which compares.
+        exact: Whether a plan lets modules reuse memory or run again only if they then compute the
+            same bits as before. This takes one additional step, which compares.
         on_over_budget: "error" to raise a ConfigError if no plan meets the limits; "warn" to follow
             the plan with the smallest possible peak.
     """
@@ -89,7 +89,7 @@ class MemoryConfig:
         min_size: Tensors with fewer bytes stay on the device.
         actions: Some of `ACTIONS`.
         profile_steps: Number of steps that are measured for a plan.
-        exact: Whether modules are patched only if they compute the same bits.
+        exact: See `OffloaderConfig`.
         on_over_budget: "error" or "warn".
         plan: Plan of an earlier run, or the path of its JSON.
 

@@ -30,7 +30,8 @@ def unpatch_copies(
         return
     for referrer in gc.get_referrers(*shared):
         attributes = vars(referrer) if isinstance(referrer, nn.Module) else referrer
-        # All attributes of a module. Other dicts of the user's stay as they are.
+        # Only the `__dict__` of a module has "_parameters". Other dicts that hold the forward, such
+        # as the user's own, stay as they are.
         if not isinstance(attributes, dict) or "_parameters" not in attributes:
             continue
         forward = attributes.get("forward")

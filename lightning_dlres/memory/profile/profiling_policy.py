@@ -230,8 +230,8 @@ class ProfilingPolicy:
     def _base(self, trace: MemoryTrace, interval: int) -> int:
         """Return the most bytes beside saved storages in an interval.
 
-        A storage that autograd releases in the interval counts as a saved storage up to then. The
-        base may be lower before the release than after it.
+        A plan counts a storage up to the end of the interval in which autograd releases it. From
+        its release to that end, its bytes are therefore not part of the base.
         """
         start, stop, not_base = self._intervals[interval]
         most, released = 0, 0
@@ -381,8 +381,8 @@ def _call_at_end(
 ) -> None:
     """Call a policy's method when an object ends, if the policy still exists then.
 
-    `weakref.finalize` would keep the policy, and the model with it, as long as a batch of a data
-    set that stays in memory.
+    `weakref.finalize` with a bound method would keep the policy, and the model with it, as long as
+    the object exists. The object may be the memory of a batch, which a data set never releases.
     """
     weak_method = weakref.WeakMethod(method)
 
