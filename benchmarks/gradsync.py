@@ -201,7 +201,7 @@ def unshaped(rounds: int) -> Figures:
         turns.run(3 * rounds)
         rows = [[name, 1e3 * turns.seconds(name), turns.chosen(name)] for name in contenders]
         print(table(["contender", "step ms", "chosen"], rows))
-        # The default of both is buckets of 25 MB.
+        # Our strategy has DistributedDataParallel's default, too: buckets of 25 MB.
         checks = {
             f"unshaped: {name}, step of ddp over step": at_least(
                 turns.ratio("ddp, 25 MB", name), 0.97
@@ -212,7 +212,7 @@ def unshaped(rounds: int) -> Figures:
 
 
 def uneven_links(rounds: int) -> Figures:
-    """Compare owners' shares of the gradients that follow the links' rates with equal ones."""
+    """Compare planned shares of the gradients, which follow the links' rates, with equal shares."""
     contenders: dict[str, tuple[str, dict[str, Any]]] = {}
     for codec in ("fp16", "tbq"):
         contenders[f"{codec}, equal shares"] = codec, _FIXED

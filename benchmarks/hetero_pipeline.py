@@ -4,9 +4,9 @@
     python -m benchmarks.hetero_pipeline --matrix   errors of predictions, about 12 minutes
 
 Both contenders train the same model on the same hosts. They take turns of a few steps, so that
-other load on the machine affects both. Figures are medians over neighbouring turns. Both contenders
-are started several times, since the speeds of equal processes differ by some percent. Needs root
-(see benchmarks/support/testbed).
+other load on the machine affects both. A ratio of two step times is the median of the ratios of
+neighbouring turns. Both contenders are started several times, since the speeds of equal processes
+differ by some percent. Needs root (see benchmarks/support/testbed).
 """
 
 from __future__ import annotations

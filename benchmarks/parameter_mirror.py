@@ -34,7 +34,8 @@ NAME = "parameter_mirror"
 # Bytes that an update of AdamW moves for a parameter in float32: parameter, gradient and two means
 # are read, and all but the gradient are written.
 _UPDATE_BYTES = 28
-# Smallest part of the bound, and largest bytes on the device over window and one layer.
+# Smallest ratio of the bound to the time of a step. Largest ratio of the bytes on the device to
+# those of the planned window and one layer.
 _LEAST_SPEED, _MOST_BYTES = 0.85, 1.0
 
 
@@ -155,6 +156,7 @@ def measure_on_cpu(settings: Settings) -> Figures:
     plain = Training(settings, cpu)
     ours = {name: Training(settings, cpu, window) for name, window in windows.items()}
     for training in ours.values():
+        # The first turn below is the last step of the warm-up.
         for _ in range(_WARM_UP - 1):
             training.step()
     ways: list[Callable[[], Any]] = [plain.step, *(training.step for training in ours.values())]

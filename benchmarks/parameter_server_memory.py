@@ -5,7 +5,8 @@
 A server in a process of its own (`dlres ps serve`) gets 10,000 keys with 1 GB of parameters from
 one worker. It makes updates and snapshots, is killed in the middle of training, and goes on from
 its last snapshot. The bound of its peak memory (VmHWM) is 1.2 times the bytes of parameters,
-optimizer state and one gradient buffer. The interpreter and torch are part of the peak.
+optimizer state, and one gradient of every parameter. The interpreter and torch are part of the
+peak.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from lightning_dlres.paramserver.plan.keys import Key, ParameterInfo, make_keys
 from lightning_dlres.paramserver.protocol import OptimizerSetup
 
 NAME = "parameter_server_memory"
-# Largest peak over the bytes of parameters, optimizer state and one gradient buffer.
+# Largest peak over the bytes of parameters, optimizer state and one gradient of every parameter.
 _MOST_MEMORY = 1.2
 # Longest wait for anything, in seconds.
 _TIMEOUT = 600.0

@@ -229,10 +229,14 @@ def _figures(
         # The target is at most nine tenths of the ratio that the links allow.
         allowed = min(target, 0.9 * bound / plain)
         print(f"the bound allows {bound / plain:.2f} times the DataLoader with {workers} workers")
-        checks[f"over {workers} workers"] = at_least(speeds["ours"] / plain, round(allowed, 3))
+        checks[f"over the DataLoader with {workers} workers"] = at_least(
+            speeds["ours"] / plain, round(allowed, 3)
+        )
     checks["over the better of LitData and Mosaic"] = at_least(statistics.median(pairs), 0.95)
     requests_per_sample = statistics.median(run["requests_per_sample"] for run in ours)
-    checks["requests per sample, times k"] = at_most(requests_per_sample * settings.prefetch, 1.1)
+    checks["requests per sample, times samples per request"] = at_most(
+        requests_per_sample * settings.prefetch, 1.1
+    )
     stall = statistics.median(run["stalled"] for run in paced)
     checks["stall at 80 % demand"] = at_most(stall, 0.02)
     demand = statistics.median(run["bytes"] / run["seconds"] for run in paced)

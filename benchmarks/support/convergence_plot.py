@@ -130,7 +130,7 @@ def draw(curves: Curves) -> str:
 def draw_row(by_steps: Axes, by_time: Axes, losses: dict[str, list[float]]) -> None:
     """Draw the lines of the styled algorithms over the steps, and over the time.
 
-    A control may diverge, and its line then leaves the axes.
+    The axes fit all lines but those without residuals, which may diverge and leave the axes.
     """
     shown: list[float] = []
     for algorithm, style in STYLES.items():

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-# A peer's optimizer, from a model on the CPU and the device; the model may be replaced.
+# Function that makes a peer's optimizer from a model on the CPU and the device. It may move the
+# model, or shard it, in place.
 Peer = Callable[[nn.Sequential, torch.device], Any]
 
 
