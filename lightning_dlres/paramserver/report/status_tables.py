@@ -46,8 +46,9 @@ def worker_rows(
 ) -> list[tuple[object, ...]]:
     """Return a row for each worker, of what all servers say about it; see `status_tables`.
 
-    Staleness is the number of updates by which the worker is behind the fastest one, each counted
-    by its slowest key. A rate is None without an earlier sample of the same process.
+    Staleness is the number of pushes by which the worker is behind the fastest one. A worker's
+    slowest key counts: the one with the fewest pushes. A rate is None without an earlier sample of
+    the same process.
     """
     by_worker: dict[int, list[WorkerStatus]] = {}
     for sample in now:

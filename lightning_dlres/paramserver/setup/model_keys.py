@@ -39,7 +39,7 @@ class ModelKeys:
     setups: tuple[OptimizerSetup, ...]
 
     def require_known(self, optimizer: Optimizer) -> None:
-        """Raise if an optimizer has got parameters since the keys were made.
+        """Raise if an optimizer has gained parameters since the keys were made.
 
         Raises:
             ConfigError: If it has; the message says how many.
@@ -117,8 +117,8 @@ def _check_parameters(
 ) -> None:
     if len(parameters) < len(groups):
         raise ConfigError(
-            "the optimizers must have parameters of the LightningModule only for a parameter "
-            f"server, got {len(groups) - len(parameters)} others. Register them in the module."
+            "with a parameter server, all parameters of the optimizers must be in the "
+            f"LightningModule, got {len(groups) - len(parameters)} others. Register them in it."
         )
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():

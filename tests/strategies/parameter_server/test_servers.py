@@ -79,7 +79,7 @@ def test_servers_of_other_hosts_need_keys(pool: RankPool, tmp_path: Path) -> Non
         own = pool.run(fit, 2, {**options, "key": str(tmp_path / "trainer.key_secret")}, **MODEL)
         assert all(distance(embedded["weights"], rank["weights"]) == 0 for rank in own)
         options |= {"key": str(tmp_path / "stranger.key_secret"), "timeout": 3}
-        with pytest.raises(RankFailure, match="its keys match"):
+        with pytest.raises(RankFailure, match="its encryption keys match"):
             pool.run(fit, 2, options, **MODEL)
 
 

@@ -25,7 +25,14 @@ CONSISTENCIES = (BSP, SSP, ASP)
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to a worker about a key: a message's kind, and the number in it."""
+    """Answer to a worker about a key.
+
+    Attributes:
+        worker: Worker that gets the answer.
+        kind: Kind of the message.
+        number: Number in the message, see `KeyReply`.
+        workers: Workers that are awaited.
+    """
 
     worker: int
     kind: str
@@ -39,7 +46,7 @@ class PushedGradient:
 
     Attributes:
         worker: Sender.
-        number: Its number.
+        number: Number of the push.
         data: Payload; None without a gradient.
         codec: Codec of the payload; None for raw bytes.
         options: Options of the parameter's group.
@@ -108,7 +115,7 @@ class Synchronous:
         return [Answer(worker, protocol.VALUE, push.number) for worker in self._active()]
 
     def pull(self, state: KeyState, worker: int, number: int) -> Answer:
-        """Return the answer to a worker that wants its push of a number in the parameter."""
+        """Return the answer to a worker that asks for the value with its push `number`."""
         version = state.applied[worker]
         if number <= version:
             return Answer(worker, protocol.VALUE, number)
@@ -199,7 +206,7 @@ class Asynchronous:
         return [self.pull(state, push.worker, push.number), *self._released(state)]
 
     def pull(self, state: KeyState, worker: int, number: int) -> Answer:
-        """Return the answer to a worker that wants its push of a number in the parameter."""
+        """Return the answer to a worker that asks for the value with its push `number`."""
         applied = state.applied[worker]
         if number > applied:
             return Answer(worker, protocol.BEHIND, applied)

@@ -108,8 +108,8 @@ class ServerLink:
         self._keys = [one for one in exchange.keys if one.key.server == index]
         # Heap of (order, key, number) of the pushes to be sent. The order is that in which backward
         # has made them. All workers have the same order, so keys are merged one after the other,
-        # and values go out while pushes come in. Earliest needed first would depend on what each
-        # worker has made when it can send.
+        # and values go out while pushes come in. The order of first use in forward would differ
+        # between workers: each could only choose among the gradients that it has by then.
         self._pushes: list[tuple[int, int, int]] = []
         self._in_flight: deque[tuple[zmq.MessageTracker, int]] = deque()
         self._in_flight_bytes = 0

@@ -40,7 +40,7 @@ class ServerWaits:
         Raises:
             PeerError: See `until`.
         """
-        # Each wake-up looks only at the first ones that had no answer before.
+        # Requests that were answered leave this list, so that a wake-up does not look at all again.
         unanswered = list(pending)[::-1]
 
         def are_answered() -> bool:
@@ -67,14 +67,15 @@ class ServerWaits:
             self._exchange.check()
 
     def _late(self) -> PeerError:
-        """Return the error of a wait that has ended: it names whom nothing came from."""
+        """Return the error of a wait that took too long. It names the silent servers, or else the
+        workers whose pushes are missing."""
         seconds = format_seconds(self._timeout)
         now = time.monotonic()
         silent = [link.name for link in self._links if now - link.last_heard > self._timeout / 2]
         if silent:
             return PeerTimeoutError(
                 f"waited {seconds} for {', '.join(silent)}, but no message came. Check that it "
-                "runs and can be reached, and that its keys match."
+                "runs and can be reached, and that its encryption keys match."
             )
         awaited = [self._exchange.keys[key] for key in sorted(self._exchange.awaited)]
         workers = sorted({worker for one in awaited for worker in one.waiting_for})
