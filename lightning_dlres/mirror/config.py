@@ -72,7 +72,7 @@ class MirrorConfig:
         return directory
 
     def limit(self) -> float:
-        """Return the bytes of the window while no plan says more."""
+        """Return the limit of the window in bytes; infinite for "auto", until a plan sets one."""
         if self.window == AUTO:
             return inf
         return 0.0 if self.window == MIN else float(parse_bytes(self.window, "window"))

@@ -35,8 +35,8 @@ class GpuGradientHooks:
         device: The GPU.
         limit: Bytes of gradients that may wait on the GPU for their copies. One more gradient may
             exceed it.
-        arrived: Called with the parameter when its gradient is there. It returns the unit whose
-            gradients are complete, or None.
+        arrived: Called with the parameter when backward has computed its gradient, which may still
+            be on its way to the mirror. It returns the unit whose gradients are complete, or None.
         update: Updates a unit, after it has called `settle` for its parameters.
         ended: Called at the end of each backward.
 
@@ -158,7 +158,7 @@ class GpuGradientHooks:
         """Return an earlier gradient on the GPU."""
         if earlier is not place:
             return earlier.to(device)
-        # It waits for the copy to the place, if that is still on its way.
+        # If the gradient is still on its way to the place, the copier lets this copy wait for it.
         memory, copy = self._copier.to_device(_bytes_of(place), device)
         copy.wait()
         return memory.view(place.dtype).as_strided(place.shape, place.stride())

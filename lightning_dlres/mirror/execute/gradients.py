@@ -41,8 +41,8 @@ class GradientHooks:
 
     Args:
         places: Place of each parameter's gradient.
-        arrived: Called with the parameter when its gradient is there. It returns the unit whose
-            gradients are complete, or None.
+        arrived: Called with the parameter when backward has computed its gradient. It returns the
+            unit whose gradients are complete, or None.
         update: Updates a unit.
 
     Attributes:

@@ -33,7 +33,9 @@ class HistoryInMirror:
         wants_fused: True to use the optimizer's fused kernel, if its gradients allow it.
         is_layerwise: Returns True if layers are updated in backward.
         before_step: Called when the gradients of a step are there, before the optimizer uses them.
-        always_prepares: False calls `before_step` only where layers have been updated in backward.
+        always_prepares: True calls `before_step` in every step. False leaves it out where the
+            optimizer takes an ordinary step: all parameters have a history, no layer is updated in
+            backward, and the kernel is chosen.
     """
 
     def __init__(

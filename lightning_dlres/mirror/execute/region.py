@@ -16,7 +16,7 @@ class MirrorRegion:
     Args:
         nbytes: Size in bytes.
         directory: Directory of a mapped file with the bytes; None: host memory.
-        pinned: Lock host memory, so that a GPU copies while both compute.
+        pinned: Lock host memory, so that copies of a GPU overlap with computation.
 
     Raises:
         ConfigError: If the directory is not writable or has too little space.
