@@ -173,7 +173,10 @@ class Mirror:
             try:
                 yield
             finally:
-                self._prepare_update()
+                try:
+                    self._prepare_update()
+                finally:
+                    self._streaming.end_calls()
         self._learn(key, plan, is_training)
 
     def is_of(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> bool:

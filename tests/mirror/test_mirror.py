@@ -182,6 +182,69 @@ def test_a_failed_forward_leaves_the_model_in_the_mirror() -> None:
     mirror.close()
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_after_any_failure_works(error: type[BaseException]) -> None:
+    model, optimizer = make(2)
+    mirror = Mirror(model, [optimizer], MirrorConfig(window="min"), torch.device("cpu"))
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+
+    def fail(*args: object) -> None:
+        raise error
+
+    for attach in (
+        # Before the mirror has brought the layer, and after it.
+        lambda: model[0].register_forward_pre_hook(fail, prepend=True),
+        lambda: model[0].register_forward_pre_hook(fail),
+    ):
+        handle = attach()
+        with pytest.raises(error), mirror.step("training"):
+            model(torch.ones(1, 32))
+        handle.remove()
+        assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+        step(mirror, model, optimizer)
+        assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+        assert mirror.window.bytes_now == 0
+    mirror.close()
+
+
+def test_a_step_after_a_failed_fetch_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Outer(nn.Module):
+        """Module with a parameter of its own and one of a module before it."""
+
+        def __init__(self, first: nn.Linear) -> None:
+            super().__init__()
+            self.tied, self.scale = first.weight, nn.Parameter(torch.ones(32, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.tied + self.scale)
+
+    first = nn.Linear(32, 32)
+    model = nn.Sequential(first, Outer(first))
+    optimizer = torch.optim.AdamW(model.parameters())
+    mirror = Mirror(model, [optimizer], MirrorConfig(window="min"), torch.device("cpu"))
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    require = mirror.window.require
+    for failing in (0, 1):
+
+        def fails(unit: int, failing: int = failing) -> object:
+            if unit == failing:
+                raise MemoryError
+            return require(unit)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mirror.window, "require", fails)
+            with pytest.raises(MemoryError), mirror.step("training"):
+                model[1](torch.ones(1, 32))
+        assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+        with mirror.step("training"):
+            model(torch.ones(1, 32)).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+        assert mirror.window.bytes_now == 0
+    mirror.close()
+
+
 def test_a_weight_changed_between_forward_and_backward_is_an_error() -> None:
     model, optimizer = make(3)
     mirror = Mirror(model, [optimizer], MirrorConfig(), torch.device("cpu"))

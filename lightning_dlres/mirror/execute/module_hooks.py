@@ -27,9 +27,9 @@ def hook_modules(
     def enter(module: nn.Module, args: Any) -> None:
         # A copy of the model has these hooks, but its modules own other parameters.
         if module in needed:
+            streaming.open_call()
             for unit in needed[module]:
                 streaming.enter(unit)
-            streaming.open_call()
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if module in needed:

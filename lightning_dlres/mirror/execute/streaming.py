@@ -90,9 +90,7 @@ class ParameterStreaming:
 
     def start(self) -> None:
         """Start a step: nothing on the device is up to date."""
-        while len(self._borrowed) > 1:
-            self.close_call()
-        self.return_borrowed()
+        self.end_calls()
         self._uses.clear()
         self._exposed.clear()
         self._gradients_to_come.clear()
@@ -103,10 +101,11 @@ class ParameterStreaming:
 
     def enter(self, unit: int) -> None:
         """Bring a unit to the device for a call, unless a call has brought it there."""
-        self._calls[unit] += 1
-        if self._calls[unit] > 1:
+        if self._calls[unit]:
+            self._calls[unit] += 1
             return
         if self._check_replaced(unit):
+            self._calls[unit] = 1
             self._bring_replaced(unit)
             return
         if self._may_be_updated and not is_in_backward():
@@ -120,12 +119,18 @@ class ParameterStreaming:
         if unit not in self._gradients_to_come:
             self.observer.begin(unit)
         copy = self._window.require(unit)
+        # From here on `leave` must undo the call.
+        self._calls[unit] = 1
         self._window.hold(unit)
         for parameter, view in zip(self._units[unit].parameters, copy.views, strict=True):
             parameter.data = view
 
     def leave(self, unit: int) -> None:
         """Return a unit to the mirror at the end of a call."""
+        if not self._calls[unit]:
+            # Its fetch has failed, or a hook of other code failed before it. torch then still runs
+            # the hooks at the end of a call.
+            return
         self._calls[unit] -= 1
         if self._calls[unit]:
             return
@@ -144,9 +149,21 @@ class ParameterStreaming:
 
     def close_call(self) -> None:
         """Return the units that were borrowed inside of a call."""
-        # If an exception ended the step in the middle of a call, the next step has closed it.
+        # A call has no scope if a hook of other code failed before the scope was opened.
         if len(self._borrowed) > 1:
             self._return(self._borrowed.pop())
+
+    def end_calls(self) -> None:
+        """End all calls that have not returned: no module runs between two steps.
+
+        An exception such as KeyboardInterrupt skips the hooks at the end of a call.
+        """
+        while len(self._borrowed) > 1:
+            self.close_call()
+        self.return_borrowed()
+        for unit, calls in enumerate(self._calls):
+            for _ in range(calls):
+                self.leave(unit)
 
     def borrow(self, parameter: nn.Parameter) -> None:
         """Bring a parameter's unit to the device: code reads the parameter outside of its call.
