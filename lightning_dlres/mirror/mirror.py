@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -54,7 +55,7 @@ class Mirror:
         optimizers: Optimizers of its parameters; none for evaluation.
         config: Options.
         device: Device that computes.
-        gpu: GPU of the device; None for the one that torch knows, if it is one.
+        gpu: GPU of the device; None: torch's GPU, if the device is one.
 
     Attributes:
         units: Units of the model.
@@ -367,14 +368,18 @@ class Mirror:
 def fetch_cost(times: Sequence[tuple[int, float]]) -> FetchCost:
     """Return the cost of copies from measured ones, each as bytes and seconds.
 
-    The fixed time is that of the fastest copy, without its bytes at the mean speed of all.
+    It is the line whose relative errors have the smallest squares. If all copies have one size, or
+    noise makes a cost negative, there is no fixed time: every byte costs the same.
     """
-    nbytes, seconds = sum(n for n, _ in times), sum(s for _, s in times)
-    if not nbytes or not seconds:
+    times = [(n, s) for n, s in times if n and s > 0]
+    if not times:
         return FetchCost(fixed_seconds=0.0, bytes_per_second=_UNMEASURED_SPEED)
-    speed = nbytes / seconds
-    fixed = max(min(s - n / speed for n, s in times), 0.0)
-    return FetchCost(fixed_seconds=fixed, bytes_per_second=speed)
+    sizes, seconds = np.array(times, np.float64).T
+    if np.ptp(sizes):
+        slope, fixed = np.polyfit(sizes, seconds, 1, w=1 / seconds)
+        if slope > 0 and fixed >= 0:
+            return FetchCost(fixed_seconds=float(fixed), bytes_per_second=float(1 / slope))
+    return FetchCost(fixed_seconds=0.0, bytes_per_second=float(sizes.sum() / seconds.sum()))
 
 
 def _table(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.mirror.config import MirrorConfig
 from lightning_dlres.mirror.execute.window import Window
-from lightning_dlres.mirror.mirror import Mirror
+from lightning_dlres.mirror.mirror import Mirror, fetch_cost
 
 LAYER = 4 * 32 * 32 + 512
 
@@ -243,6 +243,17 @@ def test_a_step_after_a_failed_fetch_works(monkeypatch: pytest.MonkeyPatch) -> N
         assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
         assert mirror.window.bytes_now == 0
     mirror.close()
+
+
+def test_the_cost_of_a_fetch_has_a_fixed_time() -> None:
+    cost = fetch_cost([(n, 1e-4 + n / 1e9) for n in (10_000, 50_000, 1_000_000)])
+    assert cost.fixed_seconds == pytest.approx(1e-4)
+    assert cost.bytes_per_second == pytest.approx(1e9)
+    # Fetches of one size show none, nor do those whose line would begin below zero.
+    for times in ([(1000, 1e-3), (1000, 3e-3)], [(1000, 1e-6), (2000, 1e-3)]):
+        cost = fetch_cost(times)
+        assert cost.fixed_seconds == 0
+        assert cost.bytes_per_second == sum(n for n, _ in times) / sum(s for _, s in times)
 
 
 def test_a_weight_changed_between_forward_and_backward_is_an_error() -> None:

@@ -33,13 +33,15 @@ class DeviceCopy:
     """Copy of a unit's parameters on the device.
 
     Attributes:
-        memory: The values, uint8[nbytes].
-        versions: Version of each parameter when the copy was started.
-        fetch: The copy; None once it is done.
+        memory: Memory that begins with the values, uint8[at least nbytes].
+        nbytes: Bytes of the values.
+        versions: Version of each parameter when the fetch was started.
+        fetch: Fetch of the values from the mirror; None once it is done.
         views: Value of each parameter.
     """
 
     memory: Tensor
+    nbytes: int
     versions: tuple[int, ...]
     fetch: StartedFetch | None
     views: list[Tensor]
@@ -66,7 +68,7 @@ class Window:
         peak_bytes: Largest value of `bytes_now`.
         stalls: Marks of the clock before and after each wait for a copy, since `forget_times`.
         fetched_bytes: Bytes that were copied to the device.
-        fetches: Bytes and copy of each wait, since `forget_times`.
+        fetches: Bytes of each fetch that has ended, and the fetch, since `forget_times`.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class Window:
             memory = self._memory(nbytes)
             views = self.units[unit].views(memory)
         fetch = self._fetcher.start(self._sources[unit], memory[:nbytes])
-        copy = DeviceCopy(memory, self._versions(unit), fetch, views)
+        copy = DeviceCopy(memory, nbytes, self._versions(unit), fetch, views)
         self._unit_at[storage_key(memory)] = unit
         self._copies[unit] = copy
         self.bytes_now += nbytes
@@ -215,5 +217,5 @@ class Window:
         start = self.clock.mark()
         copy.fetch.wait()
         self.stalls.append((start, self.clock.mark()))
-        self.fetches.append((copy.memory.numel(), copy.fetch))
+        self.fetches.append((copy.nbytes, copy.fetch))
         copy.fetch = None

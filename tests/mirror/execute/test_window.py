@@ -84,3 +84,14 @@ def test_memory_is_used_again(window: Window) -> None:
     address = window.require(0).memory.data_ptr()
     window.drop(0)
     assert window.require(1).memory.data_ptr() == address
+
+
+def test_a_fetch_counts_its_own_bytes_in_larger_memory() -> None:
+    units = find_units(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 56)))
+    sources = [torch.zeros(unit.nbytes, dtype=torch.uint8) for unit in units]
+    window = Window(units, sources, ThreadFetcher(), CPU, limit=UNIT, clock=HostClock())
+    large = window.require(0).memory.data_ptr()
+    window.drop(0)
+    assert window.require(1).memory.data_ptr() == large
+    assert [nbytes for nbytes, _ in window.fetches] == [unit.nbytes for unit in units]
+    window.close()
