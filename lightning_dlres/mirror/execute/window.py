@@ -24,9 +24,6 @@ from lightning_dlres.core.device.clock import Clock
 from lightning_dlres.mirror.execute.fetching import Fetcher, StartedFetch
 from lightning_dlres.mirror.profile.units import ParameterUnit
 
-# Memory may be reused for a unit that needs at least this share of it.
-_REUSED_SHARE = 0.75
-
 
 @dataclass(eq=False)
 class DeviceCopy:
@@ -197,14 +194,11 @@ class Window:
         return copy
 
     def _memory(self, nbytes: int) -> Tensor:
-        """Return memory for a copy: free one of about this size, or new one."""
-        fitting = [
-            (memory.numel(), index)
-            for index, memory in enumerate(self._free)
-            if nbytes <= memory.numel() and nbytes >= _REUSED_SHARE * memory.numel()
-        ]
-        if fitting:
-            return self._free.pop(min(fitting)[1])
+        """Return memory for a copy: free one of this size, as a larger one would exceed the limit,
+        or new one."""
+        for index, memory in enumerate(self._free):
+            if memory.numel() == nbytes:
+                return self._free.pop(index)
         # Free memory of other sizes would take part of the device for nothing.
         spare = self.limit - self.bytes_now - nbytes
         while self._free and sum(memory.numel() for memory in self._free) > max(spare, 0):

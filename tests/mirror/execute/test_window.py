@@ -86,12 +86,17 @@ def test_memory_is_used_again(window: Window) -> None:
     assert window.require(1).memory.data_ptr() == address
 
 
-def test_a_fetch_counts_its_own_bytes_in_larger_memory() -> None:
-    units = find_units(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 56)))
+def test_memory_is_used_again_for_units_of_its_size_only() -> None:
+    units = find_units(nn.Sequential(*(nn.Linear(64, n) for n in (64, 56, 56))))
     sources = [torch.zeros(unit.nbytes, dtype=torch.uint8) for unit in units]
     window = Window(units, sources, ThreadFetcher(), CPU, limit=UNIT, clock=HostClock())
-    large = window.require(0).memory.data_ptr()
+    window.require(0)
     window.drop(0)
-    assert window.require(1).memory.data_ptr() == large
+    # More than the limit would be on the device if the larger memory served the smaller unit.
+    smaller = window.require(1).memory.data_ptr()
+    assert window.unit_at(window.require(1).memory) == 1
+    assert window.require(1).memory.numel() == units[1].nbytes
+    window.drop(1)
+    assert window.require(2).memory.data_ptr() == smaller
     assert [nbytes for nbytes, _ in window.fetches] == [unit.nbytes for unit in units]
     window.close()
