@@ -44,8 +44,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "asp": {"consistency": "asp"},
 }
 _SERVERS = 2
-# Longest emulated computation of a step, beside the real one, and longest run, in seconds.
-_DELAY, _RUN_SECONDS = 0.002, 900.0
+# Longest random delay of a worker's step, in seconds.
+_DELAY_SECONDS = 0.002
+# Time limit of one training, in seconds.
+_RUN_SECONDS = 900.0
 _WEIGHT_DECAY = 0.01
 
 
@@ -105,7 +107,7 @@ def train_with_servers(
             for step in range(task.steps):
                 optimizer.zero_grad()
                 task.loss(model, task.batch(seed, step, worker)).backward()
-                time.sleep(_DELAY * delays.random())
+                time.sleep(_DELAY_SECONDS * delays.random())
                 packed = packed_options(optimizer)
                 for one in reversed(session.exchange.keys):
                     session.push(one.key.index, parameters[one.key.name].grad, packed)

@@ -36,7 +36,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"schedule": "gpipe", "recompute": "never", "split": [4, 2, 4]},
     {"schedule": "gpipe", "recompute": "auto", "memory_limit": "120MiB"},
 )
-# The loss is checked in the first three steps; one more step runs without a check.
+# `steps` is the number of steps, not an option of the strategy. Steps 0, 1 and 2 also check the
+# loss; step 3 does not.
 QUICK = [{**case, "steps": 4} for case in CASES if case["recompute"] == "always"]
 # Time limit for one case, in seconds.
 _DEADLINE_SECONDS = 120

@@ -26,7 +26,7 @@ from lightning_dlres.codecs import ZeroValue
 
 # Part of the elements that are not zero.
 DENSITY = 0.4
-# Bytes of an element -> GB of input per second on one core.
+# Bytes of an element -> GB of uncompressed data per second on one core.
 TARGETS = {4: 4.0, 2: 2.0, 1: 1.0}
 # Largest time of encoding dense data, over the time of a copy.
 DENSE_TARGET = 1.01
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(tensor: Tensor, settings: Settings) -> dict[str, float]:
-    """Return the throughput of a copy, `encode` and `decode`, in GB of input per second."""
+    """Return the throughput of a copy, `encode` and `decode`, in GB of the tensor per second."""
     codec = ZeroValue()
     buffer = torch.empty(codec.bound(tensor), dtype=torch.uint8, device=tensor.device)
     target = torch.empty_like(tensor)

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Client, Pipe
 from pathlib import Path
@@ -63,7 +63,8 @@ class Program:
     function: str
     argv: list[str]
     descriptors: list[int]
-    environ: dict[str, str] | None = None
+    # Not in error messages: it is long, and may hold secrets.
+    environ: dict[str, str] | None = field(default=None, repr=False)
     directory: str | None = None
     place: Place | None = None
 
@@ -173,7 +174,7 @@ class ForkServer:
             timeout: Time limit of the server's answer, in seconds. Its imports count.
 
         Raises:
-            ForkServerError: If the server does not answer in time.
+            ForkServerError: If the server has ended, or does not answer in time.
         """
         program = Program(
             function,
@@ -191,7 +192,7 @@ class ForkServer:
         """Send a request with file descriptors, and return the answer.
 
         Raises:
-            ForkServerError: If there is no answer within `timeout` seconds.
+            ForkServerError: If the server has ended, or does not answer within `timeout` seconds.
         """
         with self._lock:
             if not self.alive():
@@ -208,8 +209,8 @@ class ForkServer:
             # A late answer must not be taken for the answer to the next request.
             self.close()
             raise ForkServerError(
-                f"The fork server has not answered {request} within {timeout:g} s:\n"
-                f"{self._output()}"
+                f"The fork server has not answered {request} within {timeout:g} s, or has "
+                f"ended:\n{self._output()}"
             )
 
     def close(self) -> None:
@@ -237,6 +238,7 @@ class ForkedProcess:
             try:
                 status = self._server.ask(("poll", self.pid), self._TIMEOUT)
             except ForkServerError:
+                # The connection is closed, so the server has killed the process, or the kernel has.
                 status = signal.SIGKILL
             self.returncode = None if status < 0 else os.waitstatus_to_exitcode(status)
         return self.returncode

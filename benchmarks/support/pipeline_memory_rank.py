@@ -50,8 +50,8 @@ from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig  # n
 
 RANKS, WORDS, WIDTH, BLOCKS = 3, 60_000, 64, 8
 MICROBATCHES, SAMPLES, LENGTH = 6, 96, 256
-# The optimizer's state exists from the second step on, and the first three steps check the loss.
-# The later ones are ordinary steps.
+# Number of steps. The optimizer's state exists from step 1 on. Under 1F1B, steps 0, 1, 2 and 4 also
+# check the loss.
 STEPS = 6
 
 

@@ -26,7 +26,7 @@ class HostTimeoutError(HostError, TimeoutError):
 
 @dataclass(frozen=True)
 class Host:
-    """Description of a host to build; None leaves a resource unlimited.
+    """Description of a host to build; None leaves a resource unlimited, except `burst`.
 
     Args:
         share: CPU time in cores: 0.8 is 80% of one core. Hosts whose shares add up to more than the
@@ -35,8 +35,9 @@ class Host:
         delay: Delay of the host's link in each direction, such as "5ms". A packet from host to host
             crosses two links.
         cpus: Cores that the host's processes may run on.
-        burst: Bytes that the link passes at once. The kernel sends pieces of 64 KiB. If `burst` is
-            smaller, the kernel cuts every piece into frames, which takes one core per 500 Mbit/s.
+        burst: Bytes that the link passes at once; None sets what it carries in 2 ms, or 8 KiB if
+            that is more. The kernel sends pieces of 64 KiB. With a smaller burst it cuts every
+            piece into frames, which takes one core per 500 Mbit/s.
 
     Raises:
         ValueError: If an argument breaks its rule.
@@ -55,7 +56,7 @@ class Host:
             )
         if self.rate is not None and not RATE.fullmatch(self.rate):
             raise invalid_argument(
-                "rate", self.rate, "a number with kbit, mbit or gbit", "'200mbit'"
+                "rate", self.rate, "a number above 0 with kbit, mbit or gbit", "'200mbit'"
             )
         if self.delay is not None and not DELAY.fullmatch(self.delay):
             raise invalid_argument("delay", self.delay, "a number with us, ms or s", "'5ms'")
