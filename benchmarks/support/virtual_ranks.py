@@ -2,7 +2,7 @@
 
 A unit is a range of elements of a gradient. It has an owner, as with a parameter server. The owner
 adds the decoded gradients of the other ranks to its own, in the order of the ranks. If the codec
-transforms gradients, its own one is encoded and decoded, too. The owner encodes the sum, and all
+transforms gradients, the owner also encodes and decodes its own. The owner encodes the sum, and all
 ranks decode it. The results are bitwise those of `GradientSyncState(topology="ps")`, but need no
 processes or messages.
 """
@@ -25,7 +25,7 @@ from lightning_dlres.kernels.gradients.layout import BLOCK
 
 
 class VirtualRanks:
-    """Computes the mean of several ranks' gradients as the ranks do together, with their states.
+    """Codec states of several ranks, which compute the mean of their gradients as real ranks do.
 
     Args:
         parameters: Parameters by name.

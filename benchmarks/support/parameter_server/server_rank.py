@@ -40,7 +40,10 @@ def main(rpc: RankRpc) -> None:
 
 
 def used(counter: Counter[str]) -> Message:
-    """Return processor seconds of the process ("cpu") and its threads so far, and copied bytes."""
+    """Return processor seconds of the process and its threads, and the counts of `count_copies`.
+
+    All figures are totals since the process started.
+    """
     return {
         "cpu": time.process_time(),
         "threads": thread_seconds(threading.enumerate()),

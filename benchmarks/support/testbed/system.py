@@ -23,10 +23,11 @@ from benchmarks.support.testbed.hosts import RATE, Host, UnavailableError
 PERIOD_US = 10_000
 # The kernel's smallest quota, in microseconds; smaller shares get a longer period.
 MIN_QUOTA_US = 1_000
-# Traffic that a link passes unshaped after a pause: as many bytes as it carries in so many seconds,
-# but at least so many bytes. These are some packets, few beside those of a message.
+# Burst of a link, which it passes unshaped after a pause: the bytes that it carries in this many
+# seconds, but at least this many bytes. A message has many more packets than a burst.
 BURST_SECONDS, MIN_BURST_BYTES = 0.002, 8192
-# Longest time that a packet waits for its link; later packets are dropped, as by a switch.
+# Longest time that a packet waits for its link. A packet that would wait longer is dropped, as by
+# a switch.
 QUEUE = "50ms"
 # Time limit for removing a testbed.
 CLOSE_SECONDS = 20.0
@@ -86,7 +87,7 @@ def set_cpu_share(cgroup: Path, share: float | None) -> None:
     if (cgroup / "cpu.max").exists():
         (cgroup / "cpu.max").write_text(f"{'max' if quota is None else quota} {period}")
     else:
-        # No quota first: the kernel refuses a new period with which the old quota is out of bounds.
+        # Lift the old quota first: with it, the kernel may refuse the new period.
         (cgroup / "cpu.cfs_quota_us").write_text("-1")
         (cgroup / "cpu.cfs_period_us").write_text(str(period))
         (cgroup / "cpu.cfs_quota_us").write_text(str(-1 if quota is None else quota))
