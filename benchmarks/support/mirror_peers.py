@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-# Function that makes a peer's optimizer from a model on the CPU and the device. It may move the
-# model, or shard it, in place.
+# Function that makes a peer's optimizer. It gets a model, which is on the CPU, and the GPU to train
+# on. It may move the model, or shard it, in place.
 Peer = Callable[[nn.Sequential, torch.device], Any]
 
 
 def torchao_optimizer(model: nn.Sequential, device: torch.device) -> Any:
-    """Return torchao's optimizer: parameters on the GPU, gradients and history in host memory."""
+    """Return torchao's optimizer, which keeps gradients and optimizer state in host memory."""
     model.to(device)
-    # A string: torchao is not among this project's dependencies.
+    # Imported by name, because torchao is not among this project's dependencies.
     offloading = importlib.import_module("torchao.optim").CPUOffloadOptimizer
     return offloading(
         model.parameters(), torch.optim.AdamW, offload_gradients=True, lr=1e-4, fused=True

@@ -64,7 +64,7 @@ def count(batches: Iterator[Any], seconds: float, sizes: Any) -> dict[str, float
     Args:
         batches: Batches of one epoch.
         seconds: Time limit.
-        sizes: Returns the bytes of each sample in a batch.
+        sizes: Function that returns the size of each sample in a batch, in bytes.
     """
     next(batches)
     start = time.monotonic()
@@ -82,6 +82,10 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
 
     With `options.pace`, it takes at most this many bytes per second, like a training with this
     demand.
+
+    Returns:
+        Figures of the whole run. Only "stalled", a share of the time, is of the part after the
+        warm-up.
     """
     config = host_config(
         options.endpoints,

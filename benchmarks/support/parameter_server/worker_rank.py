@@ -21,7 +21,12 @@ from benchmarks.support.rpc import Message, RankRpc
 
 
 def main(rpc: RankRpc) -> None:
-    """Follow orders until the benchmark ends."""
+    """Follow orders until the benchmark ends.
+
+    An order with "pulls", a number, measures pulls from the server at the address "server" in a job
+    with the "token". If "in_snapshot" is true, only pulls during a snapshot into the directory
+    "snapshot" count; else only pulls outside of one. `follow` describes the other orders.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rpc.rank, world_size=rpc.world_size)
     contenders: dict[str, AllReduce | ParameterServers] = {}
@@ -41,7 +46,7 @@ def main(rpc: RankRpc) -> None:
 def follow(
     order: Message, contenders: dict[str, AllReduce | ParameterServers], rank: int, workers: int
 ) -> Message:
-    """Make steps with a contender, which its first order makes.
+    """Run steps with a contender, which is created at its first order.
 
     Args:
         order: "contender" (its name); "bucket_mb" of `AllReduce`, or "servers", "token" and
