@@ -37,8 +37,8 @@ WARM_UP_PART = 0.25
 Curves = dict[str, dict[str, dict[str, list[float]]]]
 
 HOSTS = 4
-# 24 gradients of 512 x 512, on hosts with a core each. An element takes about what it does in
-# benchmarks/gradient_codecs.
+# 24 gradients of 512 x 512, on hosts with a core each. The time of a codec per element is about the
+# one that benchmarks/gradient_codecs measures.
 NETWORK = Stated(
     elements=512 * 512,
     gradients=24,
@@ -77,10 +77,10 @@ STYLES = {
 
 
 def step_seconds(algorithm: str, network: Stated = NETWORK) -> Callable[[int, int], float]:
-    """Return the time of a step with an algorithm, as a function of the step and of all steps.
+    """Return a function of a step's index and the number of steps: the step's seconds.
 
-    Uncompressed gradients travel around a ring, as DistributedDataParallel's, and codes through a
-    parameter server. The momentum of `OneBitAdam` is ready after backward only.
+    Uncompressed gradients travel around a ring, as with DistributedDataParallel. Compressed ones
+    travel through a parameter server. The momentum of `OneBitAdam` is ready after backward only.
     """
     if algorithm.startswith(ONE_BIT_ADAM):
         warm_up = _seconds(RAW, "ring", network)

@@ -24,9 +24,11 @@ WIDTH, LAYERS = 512, 24
 # Larger than the model, so that all gradients are in one bucket. With several buckets, PowerSGD's
 # hook deadlocks gloo.
 ONE_BUCKET_MB = 1000.0
-# Buckets of all algorithms that `_BUCKETS_MB` does not name: those of `CompressedDDPStrategy`.
+# Size of a bucket of the algorithms that `_BUCKETS_MB` does not name, as in
+# `CompressedDDPStrategy`.
 _OWN_BUCKETS_MB = 8.0
-# Buckets of the other algorithms; None: the default of DistributedDataParallel.
+# Size of a bucket by algorithm; None: the default of DistributedDataParallel. "none" is the
+# algorithm of `GradientSyncState` that leaves the all-reduce to torch.
 _BUCKETS_MB = {"ddp": None, "fp16 hook": None, "none": None, "powersgd": ONE_BUCKET_MB}
 # Rank of PowerSGD's matrices, in the middle of those that its authors use (Vogels et al., 2019).
 _POWERSGD_RANK = 2
@@ -125,9 +127,9 @@ class Contender:
     def steps(self, count: int, batch: Tensor, emulated: float = 0.0) -> float:
         """Train `count` steps after a barrier of all ranks; return the mean seconds of a step.
 
-        There is no barrier between steps, as there is none in a training. A barrier would let two
-        ranks compute alone on two processors while the others wait, as if each rank had a
-        processor.
+        There is no barrier between steps, as there is none in a training. All ranks share the
+        machine's processors. At a barrier, early ranks would wait and leave the processors to the
+        late ones, which would then compute too fast.
 
         Args:
             count: Number of steps.
