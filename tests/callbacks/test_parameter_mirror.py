@@ -563,3 +563,24 @@ class SelectivelyCheckpointed(Classifier):
 
 def test_selective_checkpointing_works() -> None:
     compare(SelectivelyCheckpointed, [ParameterMirror(window="min")])
+
+
+class Compiled(Classifier):
+    """A network that torch.compile has compiled, whose layers have different sizes."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__("recurrent", "sgd")
+        layers = [nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, WIDTH), nn.Linear(WIDTH, 4)]
+        self.network = nn.Sequential(*layers)
+        if way == "network":
+            self.network.compile(backend="aot_eager")
+        else:
+            for layer in self.network:
+                layer.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize("way", ["network", "layers"])
+@pytest.mark.parametrize("window", ["min", 1 << 20])
+def test_compiled_networks_train_alike(way: str, window: int | str) -> None:
+    torch.compiler.reset()
+    compare(lambda: Compiled(way), [ParameterMirror(window=window)], epochs=2)

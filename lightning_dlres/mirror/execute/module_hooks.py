@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -55,6 +56,8 @@ class _Hook:
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
+    # A compiler would trace it once, and then change parameters as they were at that time.
+    @torch.compiler.disable
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 
