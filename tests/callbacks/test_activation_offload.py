@@ -6,6 +6,8 @@ import copy
 import gc
 import pickle
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,39 @@ def test_a_compiled_model() -> None:
         return compiled
 
     require_same_weights(fit(task(), batches("mlp")), fit(task(), batches("mlp"), ours("offload")))
+
+
+class CompiledInPlace(Regression):
+    """Task whose network, or whose layers, were compiled in place."""
+
+    def __init__(self, has_whole: bool) -> None:
+        super().__init__("mlp")
+        for module in [self.net] if has_whole else self.net.children():
+            module.compile(backend="aot_eager")
+
+
+class CompiledFunction(Regression):
+    """Task that calls its network in a compiled function."""
+
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.call = torch.compile(lambda x: self.net(x), backend="aot_eager")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.call(batch).square().mean()
+
+
+@pytest.mark.parametrize("way", ["offload", "all"])
+@pytest.mark.parametrize(
+    "make",
+    [partial(CompiledInPlace, True), partial(CompiledInPlace, False), CompiledFunction],
+    ids=["network", "layers", "function"],
+)
+def test_parts_that_were_compiled_in_place(make: Callable[[], Regression], way: str) -> None:
+    torch.compiler.reset()
+    plain = fit(make(), batches("mlp"))
+    torch.compiler.reset()
+    require_same_weights(plain, fit(make(), batches("mlp"), ours(way)))
 
 
 class FailsOnce(Regression):

@@ -24,6 +24,7 @@ from lightning_dlres.core.saved_tensors import (
     has_storage,
     require_unchanged,
 )
+from lightning_dlres.core.untraced import untraced
 from lightning_dlres.memory.execute.byte_counter import ByteCounter
 from lightning_dlres.memory.execute.policy import OffloadPolicy
 from lightning_dlres.memory.execute.saved_storage import SavedStorage, SavedTensor
@@ -70,6 +71,7 @@ class OffloadEngine:
         self._storages.start(exempt_tensors)
         policy.start()
 
+        @untraced
         def pack(tensor: Tensor) -> _Packed | Restore:
             # Another engine may manage the tensor. Autograd then holds that engine's function.
             restore = claimed(tensor)
@@ -80,7 +82,7 @@ class OffloadEngine:
 
         with (
             self._guard.protecting(exempt_tensors),
-            torch.autograd.graph.saved_tensors_hooks(pack, self._unpack),
+            torch.autograd.graph.saved_tensors_hooks(pack, untraced(self._unpack)),
         ):
             yield
 

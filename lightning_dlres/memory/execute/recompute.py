@@ -71,7 +71,8 @@ class RecomputingForward:
         forward = self.previous_forward or partial(type(module).forward, module)
         # A transform (vmap, grad) has ended by the time of backward, and its tensors are invalid.
         if (
-            not torch.is_grad_enabled()
+            torch.compiler.is_compiling()
+            or not torch.is_grad_enabled()
             or is_transforming()
             or not has_repeatable_arguments(args, kwargs)
         ):

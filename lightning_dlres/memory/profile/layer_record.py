@@ -21,6 +21,7 @@ from lightning_dlres.core._compat import (
     is_transforming,
     storage_reference,
 )
+from lightning_dlres.core.untraced import untraced
 from lightning_dlres.memory.execute.recompute import has_repeatable_arguments
 from lightning_dlres.memory.execute.side_effects import SideEffectProbe, tensors_in
 from lightning_dlres.memory.profile.meter import MemoryTrace
@@ -118,6 +119,7 @@ class _Hook:
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._call(*args, **kwargs)
 

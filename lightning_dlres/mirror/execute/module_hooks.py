@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dlres.core.untraced import untraced
 from lightning_dlres.mirror.execute.streaming import ParameterStreaming
 
 
@@ -56,8 +56,7 @@ class _Hook:
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
-    # A compiler would trace it once, and then change parameters as they were at that time.
-    @torch.compiler.disable
+    @untraced
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 

@@ -15,6 +15,7 @@ from lightning_dlres.core.saved_tensors import (
     claimed,
     require_unchanged,
 )
+from lightning_dlres.core.untraced import untraced
 
 
 class ParameterHooks:
@@ -32,7 +33,7 @@ class ParameterHooks:
         """
         with (
             self._guard.protecting(parameters),
-            torch.autograd.graph.saved_tensors_hooks(_pack, self._unpack),
+            torch.autograd.graph.saved_tensors_hooks(untraced(_pack), untraced(self._unpack)),
         ):
             yield
 
