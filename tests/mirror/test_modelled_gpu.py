@@ -6,7 +6,6 @@ marked `gpu` do.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,24 +15,17 @@ from torch.nn import functional as F
 
 from lightning_dlres.mirror.config import MirrorConfig
 from lightning_dlres.mirror.mirror import Mirror
-from tests.support.fake_gpu import FakeGpu, latest
+from tests.support.fake_gpu import ORDERS, FakeGpu, in_place_of_cuda
 from tests.support.mirror_models import NETWORKS, data
 
 CPU = torch.device("cpu")
-CHANCE = random.Random(5)
-ORDERS: dict[str, Callable[[int], int]] = {
-    "latest": latest,
-    "random": lambda count: CHANCE.randint(0, count),
-}
 
 
 @pytest.fixture(params=ORDERS)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """GPU model that fails the test if it was not used as CUDA allows."""
-    model = FakeGpu(ORDERS[request.param], in_step=True)
-    monkeypatch.setattr("lightning_dlres.core.host.slab._pin", model.pin)
-    yield model
-    assert model.faults == []
+    with in_place_of_cuda(request.param, monkeypatch) as model:
+        yield model
 
 
 def train(

@@ -15,6 +15,7 @@ Two ways to compute:
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
 import weakref
 from collections import deque
@@ -23,6 +24,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,6 +39,28 @@ def latest(count: int) -> int:
 def soonest(count: int) -> int:
     """Choose to run everything as soon as it may."""
     return count
+
+
+_CHANCE = random.Random(5)
+# Orders in which a test lets the model run its work.
+ORDERS: dict[str, Callable[[int], int]] = {
+    "latest": latest,
+    "random": lambda count: _CHANCE.randint(0, count),
+}
+
+
+@contextmanager
+def in_place_of_cuda(order: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """Context manager with a model in step that pins slabs; it must be used as CUDA allows.
+
+    Args:
+        order: Key of `ORDERS`.
+        monkeypatch: Fixture of the test.
+    """
+    model = FakeGpu(ORDERS[order], in_step=True)
+    monkeypatch.setattr("lightning_dlres.core.host.slab._pin", model.pin)
+    yield model
+    assert model.faults == []
 
 
 class FakeEvent:

@@ -61,7 +61,7 @@ class GpuGradientHooks:
         self._handles: dict[nn.Parameter, tuple[RemovableHandle, RemovableHandle]] = {}
         # Gradients that autograd must not see.
         self._hidden: dict[nn.Parameter, Tensor] = {}
-        # Copies to the places of parameters, until somebody has waited for them.
+        # Copies to the places of parameters, until code has waited for them.
         self._on_the_way: dict[nn.Parameter, StreamCopy] = {}
         # Copies that hold memory on the GPU, with its bytes.
         self._holding: deque[tuple[StreamCopy, int]] = deque()

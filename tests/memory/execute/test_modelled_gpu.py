@@ -6,8 +6,7 @@ Copies run in every order that CUDA allows, and memory that is freed too early i
 from __future__ import annotations
 
 import gc
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import inf
 from mmap import PAGESIZE
 from typing import Any
@@ -33,28 +32,17 @@ from lightning_dlres.memory.execute.spans import span_of
 from lightning_dlres.memory.execute.transfer.tiers import SlabTier
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.profile.links import measure_copy_rate, measure_link
-from tests.support.fake_gpu import FakeGpu, latest
+from tests.support.fake_gpu import ORDERS, FakeGpu, in_place_of_cuda
 from tests.support.networks import CASES
 
 CPU = torch.device("cpu")
 
 
-CHANCE = random.Random(5)
-
-
-ORDERS: dict[str, Callable[[int], int]] = {
-    "latest": latest,
-    "random": lambda count: CHANCE.randint(0, count),
-}
-
-
 @pytest.fixture(params=ORDERS)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """GPU model that fails the test if it was not used as CUDA allows."""
-    model = FakeGpu(ORDERS[request.param], in_step=True)
-    monkeypatch.setattr("lightning_dlres.core.host.slab._pin", model.pin)
-    yield model
-    assert model.faults == []
+    with in_place_of_cuda(request.param, monkeypatch) as model:
+        yield model
 
 
 def settings(*actions: MemoryAction) -> OffloaderConfig:
