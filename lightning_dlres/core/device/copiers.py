@@ -71,13 +71,10 @@ class StreamCopier:
         weakref.finalize(self, _drain, self._to_tier, self._to_device).atexit = False
 
     def to_tier(self, source: Tensor, target: Tensor) -> StreamCopy:
-        queue, home = self._to_tier, self._gpu.current_stream()
         # The source must have been computed, and the target's old bytes must have been read.
-        queue.stream.wait_stream(home)
-        for copy in self._to_device.overlapping(target):
-            queue.stream.wait_event(copy.done)
-        began, done = self._run(queue, target, source)
-        return queue.add(_CopyToTier(self._gpu, home, source, target, began, done))
+        home = self._gpu.current_stream()
+        events = self._run(self._to_tier, self._to_device.overlapping(target), target, source)
+        return self._to_tier.add(_CopyToTier(self._gpu, home, source, target, *events))
 
     def to_device(self, source: Tensor, device: torch.device) -> tuple[Tensor, StreamCopy]:
         # Allocated on the home stream, which will use the data.
@@ -86,21 +83,25 @@ class StreamCopier:
 
     def fill(self, target: Tensor, source: Tensor) -> StreamCopy:
         """Copy uint8[n] in a tier to uint8[n] on the device, in memory of the current stream."""
-        queue, home = self._to_device, self._gpu.current_stream()
         # Earlier work of that stream may still use this memory, so the copy waits for it.
-        queue.stream.wait_stream(home)
-        for copy in self._to_tier.overlapping(source):
-            queue.stream.wait_event(copy.done)
-        began, done = self._run(queue, target, source)
-        return queue.add(_CopyToDevice(self._gpu, home, target, source, began, done))
+        home = self._gpu.current_stream()
+        events = self._run(self._to_device, self._to_tier.overlapping(source), target, source)
+        return self._to_device.add(_CopyToDevice(self._gpu, home, target, source, *events))
 
     def synchronize(self) -> None:
         _drain(self._to_tier, self._to_device)
 
     def _run(
-        self, queue: _CopyQueue, target: Tensor, source: Tensor
+        self, queue: _CopyQueue, earlier: Iterator[_Copy], target: Tensor, source: Tensor
     ) -> tuple[GpuEvent | None, GpuEvent]:
-        """Copy in a queue's stream; return the events before, if it is timed, and after."""
+        """Copy in a queue's stream, after the work of the current stream and earlier copies.
+
+        Returns:
+            The events before, if the copy is timed, and after it.
+        """
+        queue.stream.wait_stream(self._gpu.current_stream())
+        for copy in earlier:
+            queue.stream.wait_event(copy.done)
         with self._gpu.using(queue.stream):
             began = self._gpu.timed_event() if self._timed else None
             self._gpu.copy(target, source)
