@@ -108,8 +108,8 @@ def in_turns(
 
 def train(ours: Ours, plan: PipelinePlan, settings: Settings) -> tuple[float, list[float]]:
     """Run one training; return the median step seconds after the warm-up, and all losses."""
-    # Three times the usual steps: ratios of two counted steps ranged from 0.78 to 1.28, which is
-    # too noisy for a target of 3 %.
+    # Three times the usual number of counted steps. With the usual two per training, the ratios
+    # ranged from 0.78 to 1.28, which is too noisy for a target of 3 %.
     steps = settings.warmup + 3 * settings.counted
     ours.start(settings.microbatches, [steps], plan.to_json())
     seconds = ours.turn()[settings.warmup :]

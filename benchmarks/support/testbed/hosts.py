@@ -61,8 +61,9 @@ class Host:
         if self.delay is not None and not DELAY.fullmatch(self.delay):
             raise invalid_argument("delay", self.delay, "a number with us, ms or s", "'5ms'")
         if self.cpus is not None and not set() < set(self.cpus) <= os.sched_getaffinity(0):
-            cores = f"at least one of the cores {sorted(os.sched_getaffinity(0))}"
-            raise invalid_argument("cpus", self.cpus, cores, "None for all of them")
+            cores = sorted(os.sched_getaffinity(0))
+            rule = f"one or more of the cores {cores}, and no others"
+            raise invalid_argument("cpus", self.cpus, rule, "None for all of them")
 
 
 @dataclass(frozen=True)
