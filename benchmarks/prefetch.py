@@ -52,7 +52,7 @@ class Settings:
     Attributes:
         copies: Number of copies of the source files.
         seconds: Time over which a contender is measured.
-        repeats: Number of turns of this package and the best peer.
+        repeats: Number of turns of this package and the best setting of LitData and Mosaic.
         delay: Delay of a storage node's replies.
         read_threads: Number of requests that a storage node serves at the same time.
         prefetch: Number of samples per request of this package.
@@ -156,7 +156,7 @@ def _measure(
             run(name, [*loader_command, "mapper", *files, "--workers", workers, "--method", method])
         # One thread decodes the samples, which the workers do for the peers.
         ours = [*loader_command, "ours", *files, "--prefetch", settings.prefetch, "--workers", 1]
-    # The best peer and this package take turns.
+    # The best setting of LitData and Mosaic, and this package, take turns.
     for _ in range(settings.repeats):
         with _serving(bed, sweep[best][1], settings) as endpoints:
             run(best, [*sweep[best][2], "--endpoints", endpoints])
@@ -239,13 +239,13 @@ def _figures(
     )
     stall = statistics.median(run["stalled"] for run in paced)
     checks["stall at 80 % demand"] = at_most(stall, 0.02)
-    demand = statistics.median(run["bytes"] / run["seconds"] for run in paced)
+    paced_speed = statistics.median(run["bytes"] / run["seconds"] for run in paced)
     raw = {
         "bound": bound,
         "best": best,
         "speeds": speeds,
         "ratios": pairs,
-        "demand": demand / bound,
+        "paced_over_bound": paced_speed / bound,
         "runs": runs,
         "settings": asdict(settings),
     }
