@@ -342,7 +342,8 @@ def link_bound(name: str, ways: Sequence[Way]) -> str:
     hidden = "during the computation" if any(x.overlaps for x in profile.links) else "in addition"
     return (
         f"{name}: at half, {plan.moved / 2**20:.0f} MiB move out and back in "
-        f"{seconds * 1e3:.0f} ms {hidden}, a plain step takes {median(ways[0].seconds) * 1e3:.0f} ms; "
+        f"{seconds * 1e3:.0f} ms {hidden}, "
+        f"a plain step takes {median(ways[0].seconds) * 1e3:.0f} ms; "
         f"recomputed: {', '.join(plan.recompute) or 'nothing'}"
     )
 
