@@ -56,7 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "speeds": (compare_speeds, "hosts of different speed"),
     }
     arguments = flags(
-        NAME, __doc__, argv, others={part: f"only: {text}" for part, (_, text) in parts.items()}
+        NAME,
+        __doc__,
+        argv,
+        quick="few steps: the figures mean little",
+        others={part: f"only: {text}" for part, (_, text) in parts.items()},
     )
     rounds = 1 if arguments.quick else 5
     chosen = [part for part in parts if getattr(arguments, part)] or list(parts)
@@ -117,7 +121,7 @@ def slow_links(rounds: int) -> Figures:
                     turns.ratio("fp16 hook", name), 3.5
                 )
         columns = ["contender", "step ms", "MB sent", "CPU ms", "bound ms", "bound / step"]
-        print(table([*columns, "processors busy", "chosen"], rows))
+        print(table([*columns, "part of processors busy", "chosen"], rows))
         return checks, turns.raw()
 
 
@@ -178,7 +182,8 @@ def _emulated_seconds(turns: Turns) -> float:
     """Return emulated seconds of computation in a step for which the efficiency of
     DistributedDataParallel is within `_DDP_EFFICIENCY`.
 
-    If no trial reaches that range, the check of the efficiency shows it.
+    If every trial is above that range, the check of the efficiency shows it. The check does not
+    show an efficiency below the range.
     """
     low, high = _DDP_EFFICIENCY
     emulated = 0.1
@@ -246,6 +251,7 @@ def ablation(rounds: int) -> Figures:
         "+ decoupled": ("tbq", {**_FIXED, "batches": False, "min_bytes": 0}),
         "+ batched": ("tbq", {**_FIXED, "min_bytes": 0}),
         "+ collision-free plan": ("tbq", {**_FIXED, "coordinator": "replay", "min_bytes": 0}),
+        # From here on, the cost model also chooses the topology.
         "+ selective": ("tbq", {"coordinator": "replay"}),
         "all chosen by the cost model": ("tbq", {}),
     }

@@ -113,7 +113,7 @@ def measure(size: Size, seed: int, memory_part: float | None) -> dict[str, Any]:
     result = search_plan(workload, size.stages, keep_order=not size.any_order)
     return {
         "seed": seed,
-        "room": memory_part,
+        "memory_part": memory_part,
         "seconds": round(time.perf_counter() - started, 3),
         "step": result.seconds,
         "over_start": over_start(result),
@@ -135,7 +135,7 @@ def run(size: Size, memory_parts: Sequence[float | None]) -> None:
     """Plan for some profiles of one size, and report."""
     rows = [measure(size, seed, part) for seed, part in enumerate(memory_parts)]
     print(f"\n{size.name}")
-    shown = ("seed", "room", "seconds", "step", "over_start", "gap", "recomputed")
+    shown = ("seed", "memory_part", "seconds", "step", "over_start", "gap", "recomputed")
     print(table(shown, [[row[name] for name in shown] for row in rows]))
     ratios = [row["over_start"] for row in rows if row["over_start"] is not None]
     conclude(
