@@ -113,7 +113,8 @@ def train_with_servers(
                     session.push(one.key.index, parameters[one.key.name].grad, packed)
                 session.wait()
                 session.land()
-                # The schedule counts the steps of the optimizer, which servers make here.
+                # Servers step the optimizer here. The schedule would warn that `optimizer.step` was
+                # never called.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
                 schedule.step()
             job.land_final(session, packed_options(optimizer))
