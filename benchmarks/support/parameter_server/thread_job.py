@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from benchmarks.support.parameter_server.jobs import open_session
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
 
-# Longest wait of a worker for others, in seconds.
+# Longest wait of a worker's session for servers and other workers, in seconds.
 _TIMEOUT = 60.0
 # Largest number of bytes of a key: small, so that small models have several.
 _KEY_BYTES = 16 << 10
@@ -80,6 +81,8 @@ class ThreadJob:
                 work(worker)
             except BaseException as error:
                 errors.append(error)
+                # No worker waits in `land_final` for one that failed.
+                self._all_pushed.abort()
 
         threads = [
             threading.Thread(target=guarded, args=(worker,), daemon=True)
@@ -87,8 +90,9 @@ class ThreadJob:
         ]
         for thread in threads:
             thread.start()
+        deadline = time.monotonic() + self._seconds
         for thread in threads:
-            thread.join(self._seconds)
+            thread.join(max(0.0, deadline - time.monotonic()))
         if errors:
             raise errors[0]
         if any(thread.is_alive() for thread in threads):
