@@ -58,7 +58,9 @@ class Turns:
             self.order(name, _WARM_UP, emulated)
 
     def order(self, name: str, steps: int, emulated: float = 0.0) -> list[dict[str, Any]]:
-        """Train with a contender; return the replies of all ranks. They are in no figure.
+        """Train with a contender; return the replies of all ranks.
+
+        The figures of this class come only from the replies that `run` keeps.
 
         Args:
             name: Name of the contender.
@@ -130,6 +132,9 @@ class Turns:
         }
 
     def _rounds(self, name: str) -> list[float]:
-        """Return the seconds of a step in each round: those of the slowest rank, as the others have
-        the processors to themselves once they are done."""
+        """Return the seconds of a step in each round: those of the slowest rank.
+
+        All ranks share the processors. The time of a faster rank would leave out work of the
+        round.
+        """
         return [max(reply["seconds"] for reply in replies) for replies in self._replies[name]]
