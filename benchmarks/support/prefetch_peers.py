@@ -3,8 +3,8 @@
 Both load shards of samples, here from the storage nodes that all contenders use. The interpreter of
 the peers' environment runs this program.
 
-    prefetch_peers.py write DIRECTORY SOURCE COPIES   shards of several sizes, in both formats
-    prefetch_peers.py read ...                        one line of JSON
+    prefetch_peers.py write DIRECTORY SOURCE COPIES --sizes BYTES ...   shards in both formats
+    prefetch_peers.py read PEER --endpoints ADDRESSES                   one line of JSON
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from lightning_dlres.paramserver import protocol
 # Layers of the model: 101 MB of parameters, and twice as many bytes of optimizer state.
 _LAYERS = 96
 _KEY_BYTES = 1 << 20
-# Longest wait for a pull, or for the end of a snapshot, in seconds.
+# Time limit of all pulls of one call of `PullTimer.pull`, in seconds.
 _DEADLINE = 60.0
 
 
@@ -50,7 +50,13 @@ class PullTimer:
         self._large = itertools.cycle([one for one in keys if one.key.nbytes == _KEY_BYTES])
 
     def pull(self, count: int, *, in_snapshot: bool) -> list[float]:
-        """Return the seconds of pulls, all of them during a snapshot, or none."""
+        """Return the seconds of pulls, all of them during a snapshot, or none.
+
+        There are fewer than `count` if the time limit comes first.
+
+        Raises:
+            RuntimeError: If the time limit comes before the first pull.
+        """
         seconds: list[float] = []
         deadline = time.monotonic() + _DEADLINE
         while len(seconds) < count and time.monotonic() < deadline:
