@@ -120,7 +120,7 @@ class ForkServerProcess:
         theirs.close()
 
     def close(self) -> None:
-        """Kill the server, which also ends all processes that it forked."""
+        """Kill the server, which on Linux also ends all processes that it forked."""
         self._process.kill()
         self._process.wait()
         self._lifeline.close()

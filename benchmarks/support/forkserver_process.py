@@ -130,9 +130,14 @@ def _run(
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except BaseException:
+            status = status or 1
+        finally:
+            # Otherwise the error would return into the server's loop, which would kill other forks.
+            os._exit(status)
 
 
 def _end(pids: set[int]) -> None:
