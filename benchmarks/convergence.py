@@ -13,8 +13,8 @@ small: an error that is sent later acts as a delayed gradient, and large steps w
 `OneBitAdam` compresses momenta after a quarter of the steps; it is compared with AdamW. The ranks
 run in one process (see benchmarks/support/virtual_ranks and virtual_momentum). Needs scikit-learn.
 
-`--plot` draws the losses over the steps, and over the time of the steps on a slow network; see
-benchmarks/support/convergence_plot.
+`--plot` draws the losses over the steps, and over simulated time: that of steps with larger
+gradients on a slow network. See benchmarks/support/convergence_plot.
 """
 
 from __future__ import annotations

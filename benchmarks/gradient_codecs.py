@@ -65,7 +65,7 @@ QUICK = Settings(layers=(1 << 18,), repeats=2, turn_bytes=1 << 18)
 
 
 # Work of a turn on a GPU, over that of a turn on the CPU.
-_GPU_TURNS = 16
+_GPU_WORK_RATIO = 16
 # Fewer calls would show the time of their start instead of the memory's speed.
 _LEAST_GPU_CALLS = 8
 
@@ -165,7 +165,7 @@ def measure(
         DECODE: lambda: codec.expand(payload, total, accumulate=True),
     }
     # A GPU is fast, and a turn on it begins and ends with a wait of the host.
-    turn_bytes = settings.turn_bytes * (_GPU_TURNS if gradient.is_cuda else 1)
+    turn_bytes = settings.turn_bytes * (_GPU_WORK_RATIO if gradient.is_cuda else 1)
     calls = max(_LEAST_GPU_CALLS if gradient.is_cuda else 1, turn_bytes // nbytes)
     speeds = {}
     for task, function in tasks.items():

@@ -2,7 +2,7 @@
 DataLoader, and torchdata's ParallelMapper, all over the same storage nodes.
 
 Prints one line of JSON. For a loader, it has the samples, bytes and seconds of the measured part.
-The measurement "index" has no loader. It takes the time and memory of an index of ten million
+The measurement "index" has no loader. It measures the time and memory of an index of ten million
 samples.
 """
 

@@ -46,7 +46,7 @@ class Settings:
             as fast, most of the noise is between starts.
         fresh: True forks the ranks from a new process in every start.
         timeout: Time limit of a turn, in seconds.
-        profile_seconds: Minimum time over which our ranks measure the layers. Both ranks compute
+        profile_seconds: Minimum time over which our ranks measure the layers. All ranks compute
             during all of it.
     """
 

@@ -83,7 +83,11 @@ class Turns(Callback):
 
 
 def main(rpc: RankRpc) -> None:
-    """Run one training for each order."""
+    """Run trainings one after the other.
+
+    An order that is read here starts a training. `Turns` reads the orders during the training: one
+    for each turn, and one to end it.
+    """
     torch.set_num_threads(1)
     for order in rpc.orders():
         train(rpc, order)
