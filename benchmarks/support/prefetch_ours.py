@@ -103,7 +103,8 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         num_workers=options.workers,
     )
     # The cache's process runs already, so the clock can start at the first request. Start-up does
-    # not count for the peers either: their clock starts at the first batch (see `count`).
+    # not count for the peers either. The clock of LitData and Mosaic starts at the first request
+    # for a shard, and that of the others at the first batch (see `count`).
     before, stalled, start = loader.metrics(), loader.stalled_seconds, time.monotonic()
     endless = itertools.chain.from_iterable(itertools.repeat(loader))
     samples = total = 0

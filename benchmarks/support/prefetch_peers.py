@@ -34,6 +34,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.support.unbatched_client import UnbatchedClient  # noqa: E402
 
 LITDATA, MOSAIC = "litdata", "mosaic"
+# File that lists the shards, in both formats.
+INDEX = "index.json"
 
 
 def without_torchvision() -> None:
@@ -62,23 +64,30 @@ def _anything(name: str) -> type:
 
 
 class Shards:
-    """Client that fetches shards by name from storage nodes, with one request per shard.
+    """Client that fetches shards, and their index, by name from storage nodes.
+
+    It sends one request per file.
 
     Args:
         endpoints: Addresses of the storage nodes, separated by commas.
-        first: File that gets the time of the first request of all workers.
+        first: File that gets the time of the first request for a shard, of all workers.
     """
 
     def __init__(self, endpoints: str, first: Path) -> None:
         self._client, self._first = UnbatchedClient(endpoints), first
 
     def fetch(self, name: str) -> bytes:
-        """Return the bytes of a shard."""
+        """Return the bytes of a shard, or of the index."""
         number = self._client.number(name)
-        with contextlib.suppress(FileExistsError), self._first.open("x") as file:
-            # Only the first request of all workers creates the file. The measurement starts here.
-            file.write(repr(time.monotonic()))
+        # The main process fetches the index before it starts the workers, which does not count.
+        if name != INDEX:
+            self._start_clock()
         return self._client.fetch(number)
+
+    def _start_clock(self) -> None:
+        """Write the time, unless a worker has already done so."""
+        with contextlib.suppress(FileExistsError), self._first.open("x") as file:
+            file.write(repr(time.monotonic()))
 
 
 def write(options: argparse.Namespace) -> None:
@@ -110,8 +119,8 @@ def write(options: argparse.Namespace) -> None:
 def read(options: argparse.Namespace) -> dict[str, float]:
     """Read an epoch in shuffled order; return its samples, bytes and seconds.
 
-    The peer's cache is empty at the start. The seconds are from the first request to the last
-    batch.
+    The peer's cache is empty at the start. The seconds are from the first request for a shard to
+    the last batch.
     """
     without_torchvision()
     cache = tempfile.mkdtemp(prefix="dlres-bench-")
