@@ -54,7 +54,7 @@ class Settings:
         keys: Number of keys.
         elements: float32 elements of each key.
         steps: Number of steps of all keys.
-        pulls: Number of timed pulls of one key, with and without a snapshot beside them.
+        pulls: Number of timed pulls, each of the next key. As many again run beside a snapshot.
         optimizers: Optimizers, and the bytes of their state for each byte of parameters.
     """
 
@@ -74,7 +74,12 @@ class Server:
 
     Args:
         directory: Directory of the snapshots.
-        port: Its port; 0 for any.
+        port: Port of the server. It is not 0, since a server finds its snapshot by its port.
+
+    Attributes:
+        address: Address of the server.
+        seconds: Seconds from the start of the process until it serves. It loads its snapshot, if
+            there is one, in this time.
     """
 
     directory: Path
@@ -195,8 +200,8 @@ def measure(settings: Settings) -> Figures:
             ]
         )
         raw[optimizer] = figures
-    columns = ["optimizer", "GB tensors", "GB peak", "GB peak, restarted", "start s", "snapshot s"]
-    columns += ["restart s", "pull p99 ms", "beside snapshot"]
+    columns = ["optimizer", "GB tensors", "GB peak", "GB peak, restarted", "worker's start s"]
+    columns += ["snapshot s", "server's restart s", "pull p99 ms", "beside snapshot"]
     print(table(columns, rows))
     return checks, raw
 
@@ -210,6 +215,7 @@ def _measure(settings: Settings, optimizer: str) -> dict[str, Any]:
         status = StatusClient([server.address])
         try:
             start = time.perf_counter()
+            # The worker sends the parameters to the server in its start.
             worker.session.start()
             worker.session.join()
             figures["start"] = time.perf_counter() - start
