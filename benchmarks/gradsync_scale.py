@@ -6,9 +6,9 @@
 
 The efficiency is that of weak scaling: the step of one host over the step with synchronisation, for
 the same samples per host. The costs are stated, not measured: see `STATED`. With `--real`, the
-costs, the plans and the times of backward are those of real training on a testbed of 2, 3 and 4
-hosts, which needs root (see benchmarks/support/testbed). The fastest real step is compared, since
-other processes on the machine only add to it.
+costs, the plans and the times at which gradients are ready are those of real training on a testbed
+of 2, 3 and 4 hosts, which needs root (see benchmarks/support/testbed). The fastest real step is
+compared, since other processes on the machine only add to it.
 """
 
 from __future__ import annotations
@@ -212,7 +212,8 @@ def payload_bytes(plan: SyncPlan) -> list[int]:
 
 def compare(rounds: int) -> Figures:
     """Train on each number of real hosts, and simulate the same plans with that run's costs."""
-    columns = ["hosts", "contender", "real / simulated", "backward ms", "real ms", "median ms"]
+    # "last ready ms" is the time from the start of forward until the last gradient is ready.
+    columns = ["hosts", "contender", "real / simulated", "last ready ms", "real ms", "median ms"]
     columns += ["simulated ms", "compute ms", "sending ms"]
     rows: list[list[Any]] = []
     costs: dict[int, str] = {}

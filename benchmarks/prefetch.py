@@ -51,15 +51,15 @@ class Settings:
 
     Attributes:
         copies: Number of copies of the source files.
-        seconds: Time over which a contender is measured.
+        seconds: Time limit of a measurement. LitData and Mosaic always read one epoch.
         repeats: Number of turns of this package and the best setting of LitData and Mosaic.
         delay: Delay of a storage node's replies.
         read_threads: Number of requests that a storage node serves at the same time.
         prefetch: Number of samples per request of this package.
         shard_bytes: Sizes of shards in the sweep of LitData and Mosaic.
         peer_workers: Numbers of workers in that sweep.
-        litdata_ahead: Numbers of shards that LitData loads ahead.
-        mosaic_ahead: Numbers of shards that Mosaic loads ahead.
+        litdata_ahead: Numbers of shards that each worker of LitData loads ahead.
+        mosaic_ahead: Numbers of shards that each worker of Mosaic loads ahead.
     """
 
     copies: int = 16
@@ -188,7 +188,7 @@ def _sweep(bed: Testbed, work: Path, settings: Settings, run: Any) -> dict[str, 
                 for ahead in shards_ahead:
                     # Mosaic's option counts samples, of about 17 kB each.
                     count = ahead if peer == "litdata" else ahead * size // 17_000
-                    name = f"{peer}, {size >> 20} MiB, {workers} workers, {ahead} shards ahead"
+                    name = f"{peer}, {size >> 20} MiB, {workers} workers, {ahead} shards ahead each"
                     argv = [
                         PEERS,
                         ROOT / "benchmarks/support/prefetch_peers.py",

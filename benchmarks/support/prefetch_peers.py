@@ -220,7 +220,9 @@ def main() -> None:
     reading.add_argument("--endpoints", required=True)
     reading.add_argument("--batch", type=int, default=64)
     reading.add_argument("--workers", type=int, default=2)
-    reading.add_argument("--ahead", type=int, default=4, help="shards, or samples for Mosaic")
+    reading.add_argument(
+        "--ahead", type=int, default=4, help="per worker: shards, or samples for Mosaic"
+    )
     options = parser.parse_args()
     if options.command == "write":
         write(options)
