@@ -21,7 +21,7 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.mirror.config import LAYERWISE, MirrorConfig
 from lightning_dlres.mirror.execute.construction import constructing
 from lightning_dlres.mirror.mirror import Mirror
-from lightning_dlres.strategies.capabilities import updates_elsewhere
+from lightning_dlres.strategies.capabilities import FetchesOptimizerStates, updates_elsewhere
 
 # Key of training steps.
 _TRAINING = "training"
@@ -119,6 +119,8 @@ class ParameterMirror(Callback):
                 'Trainer(accelerator="cpu").'
             )
         directory = self._config.directory()
+        if isinstance(strategy, FetchesOptimizerStates):
+            strategy.state_directory = directory
         if directory is not None:
             # `configure_model` makes the model after this hook.
             self._construction = ExitStack()

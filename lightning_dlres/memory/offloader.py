@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import inf
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core.device.gpu import Gpu, gpu_of
+from lightning_dlres.core.host.freed_memory import returning_freed_memory
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.memory.config import OffloaderConfig
 from lightning_dlres.memory.execute.actions import MemoryAction
@@ -136,7 +137,9 @@ class Offloader:
         if names and not names <= {name for name, _ in self._root.named_modules()}:
             # The user has replaced modules since the plan was made.
             steps.reset()
-        with steps.patches.applied(self._root, self._engine, steps.bitwise_check):
+        # On the CPU the process has to shrink when a tensor leaves.
+        freeing = returning_freed_memory() if self._device.type == "cpu" else nullcontext()
+        with freeing, steps.patches.applied(self._root, self._engine, steps.bitwise_check):
             if steps.phase is Phase.FOLLOW and steps.policy is not None:
                 self._was_measured.append(False)
                 with self._followed(steps, steps.policy, exempt):

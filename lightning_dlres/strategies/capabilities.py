@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.strategies import Strategy
@@ -113,6 +114,17 @@ class ReportsRun(Protocol):
 
         Called on rank 0 only.
         """
+
+
+@runtime_checkable
+class FetchesOptimizerStates(Protocol):
+    """A strategy that fetches optimizer states from servers, for checkpoints.
+
+    Attributes:
+        state_directory: Directory of the files in which it puts them; None for memory.
+    """
+
+    state_directory: Path | None
 
 
 def reads_for_all_ranks(strategy: Strategy) -> bool:

@@ -15,10 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
-from lightning_dlres.mirror.execute.region import MirrorRegion
-
-# Smaller parameters stay in memory: a mapped file takes whole pages.
-_LEAST_BYTES = 1 << 16
+from lightning_dlres.mirror.execute.region import LEAST_FILE_BYTES, tensor_in_file
 
 
 @contextmanager
@@ -36,9 +33,13 @@ def constructing(directory: Path) -> Iterator[None]:
         nbytes = parameter.numel() * parameter.element_size()
         storage = parameter.untyped_storage()
         # A parameter that is registered a second time lies in its file already.
-        if nbytes < _LEAST_BYTES or not storage.resizable() or parameter.layout != torch.strided:
+        if (
+            nbytes < LEAST_FILE_BYTES
+            or not storage.resizable()
+            or parameter.layout != torch.strided
+        ):
             return
-        place = MirrorRegion(nbytes, directory).tensor(0, parameter.detach())
+        place = tensor_in_file(parameter.detach(), directory)
         place.copy_(parameter.detach())
         parameter.data = place
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from lightning_dlres.core.host.slab import Slab
 
+# Smaller tensors get no file of their own.
+LEAST_FILE_BYTES = 1 << 16
+
 
 class MirrorRegion:
     """Memory of a mirror.
@@ -47,3 +50,19 @@ class MirrorRegion:
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+def tensor_in_file(like: Tensor, directory: Path) -> Tensor:
+    """Return a tensor in a file of its own, with the dtype, shape and strides of another one, and
+    without its values.
+
+    The file has no name, and ends with the tensor. Small tensors lie in memory: a mapped file takes
+    whole pages.
+
+    Raises:
+        ConfigError: If the directory is not writable or has too little space.
+    """
+    nbytes = like.numel() * like.element_size()
+    if nbytes < LEAST_FILE_BYTES:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    return MirrorRegion(nbytes, directory).tensor(0, like)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,31 +35,40 @@ def _part(
     return value.reshape(-1)[start : start + count].view(shape)
 
 
+def _in_memory(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype)
+
+
 def fill_state(
-    keys: ModelKeys, optimizer: Optimizer, by_key: Mapping[int, Mapping[str, Any]]
+    keys: ModelKeys,
+    optimizer: Optimizer,
+    fetch: Callable[[Iterable[int]], Iterator[Mapping[str, Any]]],
+    new_tensor: Callable[[Tensor], Tensor] = _in_memory,
 ) -> None:
-    """Put the states of keys into an optimizer."""
-    optimizer.state.clear()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parts = [by_key[key.index] for key in keys.by_parameter[parameter]]
-            if not parts[0]:
-                continue
-            shapes = [key.shape for key in keys.by_parameter[parameter]]
-            optimizer.state[parameter] = {
-                name: _joined([part[name] for part in parts], shapes, parameter)
-                for name in parts[0]
-            }
+    """Put the states of keys into an optimizer.
 
-
-def _joined(values: list[Any], shapes: list[tuple[int, ...]], parameter: Tensor) -> Any:
-    """Return a parameter's state, joined from the states of its keys.
-
-    A state without one value per element, such as the number of steps, is equal in all keys.
+    Args:
+        keys: Keys of the model.
+        optimizer: The optimizer, whose state is replaced.
+        fetch: Yields the states of keys, whose indices it gets, one after the other.
+        new_tensor: Returns a tensor like another one, without its values, for a state with one
+            value per element of a parameter.
     """
-    first = values[0]
-    if not isinstance(first, Tensor) or len(values) == 1:
-        return first
-    if any(tuple(v.shape) != shape for v, shape in zip(values, shapes, strict=True)):
-        return first
-    return torch.cat(values).view(parameter.shape)
+    optimizer.state.clear()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = fetch(key.index for p in parameters for key in keys.by_parameter[p])
+    for parameter in parameters:
+        state: dict[str, Any] = {}
+        for key in keys.by_parameter[parameter]:
+            for name, part in next(states).items():
+                if not isinstance(part, Tensor) or tuple(part.shape) != key.shape:
+                    # Without one value per element, such as the number of steps, a state is equal
+                    # in all keys.
+                    state.setdefault(name, part)
+                    continue
+                if name not in state:
+                    like = torch.empty(parameter.shape, dtype=part.dtype, device="meta")
+                    state[name] = new_tensor(like)
+                state[name].view(-1)[key.start : key.start + key.count] = part.view(-1)
+        if state:
+            optimizer.state[parameter] = state

@@ -26,6 +26,7 @@ from lightning_dlres.core.comm.collectives import gather_bytes
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_bytes
+from lightning_dlres.mirror.execute.region import tensor_in_file
 from lightning_dlres.paramserver.execute.server.consistency import BSP
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
@@ -99,6 +100,8 @@ class ParameterServerStrategy(NamedFailuresStrategy):
 
     Attributes:
         tracer: Recorder of this rank's spans.
+        state_directory: Directory of files for the optimizer states that rank 0 fetches for
+            checkpoints; None for memory. `ParameterMirror(disk=...)` sets it.
 
     Raises:
         ConfigError: If an argument has a bad value; when training starts, if the optimizer, the
@@ -170,6 +173,7 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         self._report: ServerReport | None = None
         # True while Lightning runs a backward whose gradients are accumulated only.
         self._accumulates = False
+        self.state_directory: Path | None = None
 
     @property
     @override
@@ -301,7 +305,7 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         if self._session is None or self._keys is None or not self.is_global_zero:
             return super().optimizer_state(optimizer)
         try:
-            fill_state(self._keys, inner, self._session.states())
+            fill_state(self._keys, inner, self._session.states, self._new_state)
             return inner.state_dict()
         finally:
             inner.state.clear()
@@ -320,10 +324,15 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         if not self._connection.any_rank(has_edits) and self._options.consistency != BSP:
             self._session.refresh()
         if self.is_global_zero:
-            states = self._session.states()
             for optimizer in self.optimizers:
-                fill_state(self._keys, unwrapped(optimizer), states)
+                fill_state(self._keys, unwrapped(optimizer), self._session.states, self._new_state)
         self._end_session(self._connection)
+
+    def _new_state(self, like: Tensor) -> Tensor:
+        """Return a tensor for an optimizer state, without its values."""
+        if self.state_directory is None:
+            return torch.empty(like.shape, dtype=like.dtype)
+        return tensor_in_file(like, self.state_directory)
 
     def _end_session(self, connection: Connection | None = None) -> None:
         """Leave the servers, and stop those of this process.

@@ -51,7 +51,7 @@ def test_states_are_cut_and_joined(kind: Any) -> None:
     by_key = states_by_key(keys, [optimizer])
     for index in range(len(keys.keys)):
         by_key.setdefault(index, {})
-    fill_state(keys, optimizer, by_key)
+    fill_state(keys, optimizer, lambda indices: (by_key[index] for index in indices))
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     assert after["state"].keys() == before["state"].keys()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from lightning_dlres.paramserver.execute.server.consistency import BSP
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.joining import Joining
-from lightning_dlres.paramserver.execute.worker.link import ServerLink
+from lightning_dlres.paramserver.execute.worker.link import PendingRequest, ServerLink
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters, part_of
 from lightning_dlres.paramserver.execute.worker.push_log import PushLog
 from lightning_dlres.paramserver.execute.worker.waits import ServerWaits
@@ -37,6 +38,8 @@ _DETAILS_BYTES = 2048
 # Longest silence of a server at the farewell, in seconds: it may be gone already.
 _LEAVE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
+# Keys whose optimizer states are on their way while the state of another key is used.
+_STATES_AHEAD = 8
 
 
 class WorkerSession:
@@ -231,23 +234,29 @@ class WorkerSession:
         self.wait()
         self.land()
 
-    def states(self) -> dict[int, dict[str, Any]]:
-        """Return the optimizer state of each key: tensors and numbers by name.
+    def states(self, keys: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Yield the optimizer state of each of these keys: tensors and numbers by name.
+
+        Only the answers for a few keys are in memory at a time.
+
+        Args:
+            keys: Indices of the keys.
 
         Raises:
             PeerError: If a server does not answer in time.
         """
-        pending = [
-            self._link_of(one.key.index).request(
-                protocol.STATE, self.exchange.key_request(one.key.index, one.number)
-            )
-            for one in self.exchange.keys
-        ]
-        answers = self._waits.answers(pending)
-        return {
-            index: protocol.decode_state(answer.decode(list[protocol.StatePart]))
-            for index, answer in enumerate(answers)
-        }
+        pending: deque[PendingRequest] = deque()
+        for key in keys:
+            request = self.exchange.key_request(key, self.exchange.keys[key].number)
+            pending.append(self._link_of(key).request(protocol.STATE, request))
+            if len(pending) > _STATES_AHEAD:
+                yield self._state_in(pending.popleft())
+        while pending:
+            yield self._state_in(pending.popleft())
+
+    def _state_in(self, request: PendingRequest) -> dict[str, Any]:
+        (answer,) = self._waits.answers([request])
+        return protocol.decode_state(answer.decode(list[protocol.StatePart]))
 
     def leave(self) -> None:
         """Say farewell to the servers, and remove the log; the job ends when all have left.
