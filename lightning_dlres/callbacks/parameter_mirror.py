@@ -70,8 +70,9 @@ class ParameterMirror(Callback):
 
     Raises:
         ConfigError: If an argument has a bad value; when training or evaluation starts, if the
-            strategy is neither for a single device nor `dlres_parameter_server` on CPUs, if the
-            device is neither a CPU nor a CUDA GPU, or if a parameter cannot be moved.
+            Trainer has several mirrors, if the strategy is neither for a single device nor
+            `dlres_parameter_server` on CPUs, if the device is neither a CPU nor a CUDA GPU, or if a
+            parameter cannot be moved.
     """
 
     def __init__(
@@ -101,6 +102,11 @@ class ParameterMirror(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        mirrors = sum(isinstance(one, ParameterMirror) for one in trainer.callbacks)  # type: ignore[attr-defined]
+        if mirrors > 1:
+            raise ConfigError(
+                f"callbacks must have one ParameterMirror, got {mirrors}. Remove all but one."
+            )
         strategy = trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy) and not updates_elsewhere(strategy):
             raise ConfigError(

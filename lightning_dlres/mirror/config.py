@@ -13,7 +13,7 @@ from lightning_dlres.core.units import parse_bytes
 AUTO, MIN = "auto", "min"
 AFTER_BACKWARD, LAYERWISE = "after_backward", "layerwise"
 
-_WINDOW_RULE = "a number of bytes, 'auto' or 'min'"
+_WINDOW_RULE = "a number of bytes above 0, 'auto' or 'min'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,11 @@ class MirrorConfig:
             if isinstance(self.window, bool) or not isinstance(self.window, (int, str)):
                 raise ConfigError(wrong)
             try:
-                parse_bytes(self.window, "window")
+                is_positive = parse_bytes(self.window, "window") > 0
             except ConfigError:
                 raise ConfigError(wrong) from None
+            if not is_positive:
+                raise ConfigError(got_expected("window", self.window, _WINDOW_RULE, '"min"'))
         one_of("update", self.update, (AFTER_BACKWARD, LAYERWISE), "update='after_backward'")
         whole_number("profile_steps", self.profile_steps, "profile_steps=2")
         flag("fused", self.fused)

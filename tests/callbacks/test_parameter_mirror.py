@@ -409,11 +409,17 @@ def test_other_strategies_are_refused() -> None:
         ParameterMirror().setup(trainer, Classifier(), "fit")
 
 
+def test_two_mirrors_are_refused() -> None:
+    with pytest.raises(ConfigError, match="one ParameterMirror, got 2"):
+        train(Classifier(), [ParameterMirror(), ParameterMirror()])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"window": "large"}, "window must be"),
         ({"window": True}, "window must be"),
+        ({"window": 0}, "window must be a number of bytes above 0"),
         ({"disk": "s3://bucket"}, "disk must be a local directory"),
         ({"update": "layers"}, "update must be one of"),
         ({"profile_steps": 0}, "profile_steps must be"),

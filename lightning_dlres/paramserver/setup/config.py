@@ -42,7 +42,9 @@ class ParameterServerConfig:
         one_of("consistency", self.consistency, CONSISTENCIES, "consistency='bsp'")
         whole_number("staleness", self.staleness, "staleness=2", least=0)
         whole_number("embedded_servers", self.embedded_servers, "embedded_servers=1")
-        self.addresses()
+        if self.addresses() and self.embedded_servers != 1:
+            rule, fix = "1 with servers that run elsewhere", "embedded_servers=1"
+            raise ConfigError(got_expected("embedded_servers", self.embedded_servers, rule, fix))
         self.made_codec()
         if self.key_size() < _LEAST_KEY_BYTES:
             rule = "at least 64 KiB"

@@ -301,6 +301,10 @@ def test_an_optimizer_that_servers_cannot_make_is_refused(pool: RankPool) -> Non
         ({"servers": []}, "servers must be"),
         ({"servers": "10.0.0.1:5600"}, "servers must be"),
         ({"embedded_servers": 0}, "embedded_servers must be"),
+        (
+            {"embedded_servers": 2, "servers": ["tcp://10.0.0.1:5600"]},
+            "embedded_servers must be 1 with servers that run elsewhere",
+        ),
         ({"codec": "zip"}, "codec must be one of"),
         ({"codec_options": {"clip": 1}}, "codec_options must be None"),
         ({"key_bytes": "1KiB"}, "key_bytes must be"),
