@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +138,21 @@ def test_an_asynchronous_job_applies_each_push_once(seed: int, staleness: int | 
         # A worker has its value only within the bound, so it is at most one push beyond.
         assert network.granted_ahead <= staleness
         assert network.most_ahead <= staleness + 1
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_one_push_of_each_worker_moves_as_far_as_one_joint_step(
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    keys, workers = small_keys([3]), 4
+    options: Any = {"optimizer": optimizer, "consistency": "asp"}
+    shard = started_shard(make_setup(keys, workers, **options))
+    joint = torch.nn.Parameter(torch.zeros(3))
+    joint.grad = torch.full((3,), 3.0)
+    optimizer([joint], lr=1.0).step()
+    for worker in range(workers):
+        shard.push(*push_of(keys[0], worker, 1, 3.0))
+    torch.testing.assert_close(shard.states[0].parameter.detach(), joint.detach())
 
 
 @given(seed=seeds)

@@ -71,8 +71,8 @@ class ParameterServerStrategy(NamedFailuresStrategy):
     Args:
         consistency: "bsp": each step waits for the gradients of all ranks, and updates with their
             mean, like training on the joint batch. "asp": no rank waits for another; each gradient
-            is an update of its own, with 1/ranks of the gradient. "ssp": like "asp", but a rank
-            waits when it is ahead of another by more than `staleness` steps (Ho et al., 2013).
+            is an update of its own, with 1/ranks of the learning rate. "ssp": like "asp", but a
+            rank waits when it is ahead of another by more than `staleness` steps (Ho et al., 2013).
         staleness: Largest number of steps by which a rank may be ahead of another under "ssp".
         servers: "embedded" for servers in rank 0's process, or addresses of `dlres ps serve`, such
             as ["tcp://10.0.0.1:5600"]. Parameters are shared out over the servers by bytes.

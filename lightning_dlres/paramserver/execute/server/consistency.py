@@ -2,7 +2,9 @@
 
 - "bsp" (bulk synchronous): the pushes of all workers with one number are merged in the order of the
   workers, and their mean is one update. Runs therefore repeat bitwise.
-- "asp" (asynchronous): each push is an update of its own, with 1/workers of the gradient.
+- "asp" (asynchronous): each push is an update of its own, with 1/workers of the learning rate. The
+  pushes of all workers then move a parameter about as far as their mean would, and decay weights
+  as much, also under optimizers such as Adam, which do not depend on the size of gradients.
 - "ssp" (stale synchronous; Ho et al., 2013): as "asp", but the result of a worker's push is
   withheld while the worker is ahead of another by more than `staleness` pushes.
 """
@@ -196,10 +198,14 @@ class Asynchronous:
             return [self.pull(state, push.worker, push.number)]
         if push.data is not None:
             state.add(push.data, push.codec, is_first=True)
-            state.gradient.mul_(1 / len(state.applied))
             if push.clip_value:
                 state.gradient.clamp_(-push.clip_value, push.clip_value)
-            state.options = push.options
+            state.options = dict(push.options)
+            if "lr" in state.options:
+                state.options["lr"] /= len(state.applied)
+            else:
+                # An optimizer of the user's own.
+                state.gradient.div_(len(state.applied))
             state.require_unshared()
             self._update(state)
         state.applied[push.worker] += 1
