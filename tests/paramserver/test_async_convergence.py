@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import LinearLR
 
 from benchmarks.support.parameter_server.jobs import packed_options
 from benchmarks.support.parameter_server.thread_job import ThreadJob, open_servers
@@ -41,8 +42,13 @@ def make_model(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(PIXELS, 32), nn.ReLU(), nn.Linear(32, CLASSES))
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+def make_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, LinearLR]:
+    """Return an optimizer, and a schedule that ends at a learning rate of zero.
+
+    With a constant rate, the last few gradients would decide how far a loss is from the least one.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return optimizer, LinearLR(optimizer, 1.0, 0.0, total_iters=STEPS)
 
 
 def batch(images: tuple[Tensor, Tensor], seed: int, step: int, worker: int) -> list[Tensor]:
@@ -60,13 +66,14 @@ def validation_loss(model: nn.Module, images: tuple[Tensor, Tensor]) -> float:
 def joint_loss(images: tuple[Tensor, Tensor], seed: int) -> float:
     """Train on the joint batch; return the loss on validation data."""
     model = make_model(seed)
-    optimizer = make_optimizer(model)
+    optimizer, schedule = make_optimizer(model)
     for step in range(STEPS):
         parts = [batch(images, seed, step, worker) for worker in range(WORKERS)]
         x, y = (torch.cat(part) for part in zip(*parts, strict=True))
         optimizer.zero_grad()
         functional.cross_entropy(model(x), y).backward()
         optimizer.step()
+        schedule.step()
     return validation_loss(model, images)
 
 
@@ -78,19 +85,23 @@ def server_loss(images: tuple[Tensor, Tensor], seed: int, **options: object) -> 
 
         def work(worker: int) -> None:
             model, delays = models[worker], random.Random(seed * WORKERS + worker)
-            optimizer, parameters = make_optimizer(model), dict(model.named_parameters())
+            parameters = dict(model.named_parameters())
+            optimizer, schedule = make_optimizer(model)
             session = job.join(worker, parameters, optimizer)
-            packed = packed_options(optimizer)
             for step in range(STEPS):
                 x, y = batch(images, seed, step, worker)
                 optimizer.zero_grad()
                 functional.cross_entropy(model(x), y).backward()
                 time.sleep(DELAY * delays.random())
+                packed = packed_options(optimizer)
                 for one in reversed(session.exchange.keys):
                     session.push(one.key.index, parameters[one.key.name].grad, packed)
                 session.wait()
                 session.land()
-            job.land_final(session, packed)
+                # Servers step the optimizer; the schedule would warn that it was never called.
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+                schedule.step()
+            job.land_final(session, packed_options(optimizer))
             session.leave()
 
         job.run(work)
