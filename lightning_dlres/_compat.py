@@ -58,14 +58,16 @@ def set_device_property(module: LightningModule, device: torch.device) -> None:
             child._device = device  # type: ignore[assignment]
 
 
-def without_sigterm_broadcast(trainer: Trainer) -> Callable[[], None]:
-    """Disable Lightning's broadcast about SIGTERM before each batch; return the undo function.
+def replace_sigterm_broadcast(
+    trainer: Trainer, replacement: Callable[[], None]
+) -> Callable[[], None]:
+    """Replace Lightning's broadcast about SIGTERM before each batch; return the undo function.
 
-    The strategy tells the ranks about signals together with each batch. Lightning's broadcast does
-    not notice or name a failed rank, and swallows the error of a timeout. No option disables it.
+    Lightning's broadcast lets all ranks wait for rank 0. It does not notice or name a failed rank,
+    and swallows the error of a timeout. No option disables it.
     """
     loop = trainer.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
+    loop._broadcast_sigterm_tensor = replacement  # type: ignore[method-assign]
 
     def undo() -> None:
         vars(loop).pop("_broadcast_sigterm_tensor", None)
@@ -73,8 +75,12 @@ def without_sigterm_broadcast(trainer: Trainer) -> Callable[[], None]:
     return undo
 
 
-def _do_nothing() -> None:
-    """Replacement of the disabled broadcast."""
+def note_sigterm(trainer: Trainer) -> None:
+    """Let the Trainer end after the current batch, as after a SIGTERM.
+
+    Only a private handler sets the public property `received_sigterm`. It also starts a collective.
+    """
+    trainer._signal_connector.received_sigterm = True
 
 
 def train_loader(trainer: Trainer) -> Any:

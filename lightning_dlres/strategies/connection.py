@@ -202,7 +202,7 @@ class Connection:
         self.timeout = self.mailbox.timeout = min(self.timeout, _TIMEOUT_AFTER_FAILURE_SECONDS)
 
     def count_signal(self, number: int) -> None:
-        """Count a signal that this rank has received; rank 0 learns of it within about a second.
+        """Count a signal that this rank has received; all ranks learn of it within seconds.
 
         A signal handler may call this.
         """
@@ -213,10 +213,7 @@ class Connection:
             self._signals = {**self._signals, number: self._signals.get(number, 0) + 1}
 
     def signal_counts(self) -> dict[int, int]:
-        """Return the highest known count of each signal on any rank, by signal number.
-
-        Rank 0 knows the counts of all ranks; another rank may know only its own.
-        """
+        """Return the highest known count of each signal on any rank, by signal number."""
         return self._watch.signal_counts() if self._watch is not None else self._signals
 
     def broadcast(self, tree: Tree, source: int) -> Tree:

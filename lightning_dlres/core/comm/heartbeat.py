@@ -80,7 +80,8 @@ class WatchPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         origin: The rank at fault, in an ABORT from the hub.
         reason: The failure, in an ABORT.
         confirms: Kind of the confirmed message, in a CONFIRM.
-        signals: How many times the sender has received each POSIX signal, by signal number.
+        signals: How many times a rank has received each POSIX signal, by signal number: the largest
+            number that the sender knows.
     """
 
     token: bytes
@@ -197,9 +198,9 @@ class WatchEndpoint(abc.ABC):
         # Count of received signals by signal number. Only the main thread replaces the dict, in a
         # signal handler, which may run at any point of the watch's thread. So it is never mutated.
         self.signals: dict[int, int] = {}
-        # On the hub: the counts of each other rank, by rank. Only the watch's thread replaces the
-        # dict.
-        self.member_signals: dict[int, dict[int, int]] = {}
+        # Counts that peers have sent, by rank; the hub sends the largest of all ranks. Only the
+        # watch's thread replaces the dict.
+        self.peer_signals: dict[int, dict[int, int]] = {}
         self._token = invitation.token
         # Counts and logs the messages that are refused: they do not belong to this run.
         self.refusals = (
@@ -208,6 +209,14 @@ class WatchEndpoint(abc.ABC):
         self.receive = connection.receive
         self.interrupt = connection.interrupt
         self.close = connection.close
+
+    def signal_counts(self) -> dict[int, int]:
+        """Return the largest known count of each signal on any rank, by signal number."""
+        largest: dict[int, int] = {}
+        for signals in (self.signals, *self.peer_signals.values()):
+            for number, count in signals.items():
+                largest[number] = max(largest.get(number, 0), count)
+        return largest
 
     @abc.abstractmethod
     def handle(self, message: Message, now: float) -> RankFailure | None:
@@ -258,7 +267,7 @@ class WatchEndpoint(abc.ABC):
             self._send(peer, kind, payload)
 
     def _payload(self, origin: int = 0, reason: str = "", confirms: str = "") -> WatchPayload:
-        return WatchPayload(self._token, self.rank, origin, reason, confirms, self.signals)
+        return WatchPayload(self._token, self.rank, origin, reason, confirms, self.signal_counts())
 
     def _decode(self, message: Message, senders: Sequence[int]) -> WatchPayload:
         """Return the payload of a message from one of these ranks.
@@ -302,7 +311,7 @@ class Hub(WatchEndpoint):
         if message.kind == CONFIRM:
             peer.unconfirmed.pop(payload.confirms, None)
         elif message.kind == HEARTBEAT:
-            self.member_signals = {**self.member_signals, payload.sender: payload.signals}
+            self.peer_signals = {**self.peer_signals, payload.sender: payload.signals}
             self._send(peer, HEARTBEAT, self._payload())
             self._resend_unconfirmed(peer)
         else:
@@ -354,7 +363,9 @@ class Member(WatchEndpoint):
         self._hub.mark_heard(now)
         if message.kind == CONFIRM:
             self._hub.unconfirmed.pop(payload.confirms, None)
-        elif message.kind != HEARTBEAT:
+        elif message.kind == HEARTBEAT:
+            self.peer_signals = {0: payload.signals}
+        else:
             self._hub.left = self._hub.left or message.kind == GOODBYE
             self._send(self._hub, CONFIRM, self._payload(confirms=message.kind))
         return RankFailure(payload.origin, payload.reason) if message.kind == ABORT else None

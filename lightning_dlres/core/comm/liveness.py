@@ -274,13 +274,9 @@ class Watch:
         self._endpoint.signals = {**own, number: own.get(number, 0) + 1}
 
     def signal_counts(self) -> dict[int, int]:
-        """Return the largest count of each signal on any rank, by signal number. The hub knows the
-        counts of all ranks, other ranks only their own."""
-        largest: dict[int, int] = {}
-        for signals in (self._endpoint.signals, *self._endpoint.member_signals.values()):
-            for number, count in signals.items():
-                largest[number] = max(largest.get(number, 0), count)
-        return largest
+        """Return the largest known count of each signal on any rank, by signal number. A count
+        reaches the hub with the next heartbeat, and other ranks with the one after it."""
+        return self._endpoint.signal_counts()
 
     def announce(self, message: str) -> None:
         """Tell all other ranks that this one has failed, and why; return within about a second.

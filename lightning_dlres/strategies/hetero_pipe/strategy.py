@@ -249,7 +249,8 @@ class HeteroPipeStrategy(PartitionedStrategy):
         self.accelerator.setup(trainer)
         module = self._module
         if self.world_size > 1:
-            self._until_teardown.callback(_compat.without_sigterm_broadcast(trainer))
+            # The ranks learn of signals together with each batch.
+            self._until_teardown.callback(_compat.replace_sigterm_broadcast(trainer, lambda: None))
         if self.is_global_zero and self.world_size > 1:
             self._until_teardown.enter_context(unsharded_loaders(module, trainer.datamodule))  # type: ignore[attr-defined]
         fitting = trainer.state.fn == TrainerFn.FITTING

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -51,6 +52,7 @@ from lightning_dlres.strategies.parameter_server.server_hosting import (
     HostedServers,
     host_servers,
 )
+from lightning_dlres.strategies.signals import DeferredSignals, handle_before_batches
 
 # Hooks of modules and callbacks that see gradients, or the optimizer, between backward and the
 # update.
@@ -169,6 +171,9 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         self._updates: RemoteUpdates | None = None
         self._keys: ModelKeys | None = None
         self._clipping = Clipping()
+        # Signals of this run; None before its setup.
+        self._signals: DeferredSignals | None = None
+        self._undo_signals: Callable[[], None] | None = None
         # On rank 0, from the start of the first training on.
         self._report: ServerReport | None = None
         # True while Lightning runs a backward whose gradients are accumulated only.
@@ -209,11 +214,41 @@ class ParameterServerStrategy(NamedFailuresStrategy):
                 _broadcast_from_rank_0(tensor.detach())
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self._connection is not None
+        assert self.cluster_environment is not None
+        self._signals = DeferredSignals(self.cluster_environment, self._connection)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        # This is the Trainer's first barrier after it has registered its signal handlers.
+        is_first = args[:1] == ("run-stage",) and self.world_size > 1
+        if is_first and self._module.trainer.state.fn == TrainerFn.FITTING:
+            assert self._signals is not None
+            # Lightning's handler of the other signal, which ends a SLURM job, needs all ranks.
+            self._signals.install(only_sigterm=not self._is_synchronous)
+        super().barrier(*args, **kwargs)
+
+    @property
+    def _is_synchronous(self) -> bool:
+        return self._options.consistency == BSP
+
+    @override
     def on_train_start(self) -> None:
         """Start the job: now optimizers have the state of a checkpoint."""
         super().on_train_start()
         with announcing_failures(lambda: self._connection):
             self._start_session()
+        if self.world_size > 1 and self._undo_signals is None:
+            assert self._signals is not None
+            assert self._connection is not None
+            self._undo_signals = handle_before_batches(
+                self._module.trainer,
+                self._signals,
+                self._connection,
+                together=self._is_synchronous,
+            )
 
     def _start_session(self) -> None:
         assert self._connection is not None
@@ -358,8 +393,13 @@ class ParameterServerStrategy(NamedFailuresStrategy):
     @override
     def teardown(self) -> None:
         connection, self._connection = self._connection, None
+        undo, self._undo_signals = self._undo_signals, None
+        if undo is not None:
+            undo()
+        signals, self._signals = self._signals, None
+        end_together = signals is not None and signals.ends_run()
         try:
-            self._end_session()
+            self._end_session(connection if end_together else None)
         finally:
             if connection is not None:
                 connection.close()
