@@ -144,7 +144,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
         dlres.ParameterMirror,
         {},
         {
-            "window": {"digits", "zero"},
+            "window": {"digits"},
             "disk": {"none", *PATH},
             "update": set(),
             "profile_steps": set(),

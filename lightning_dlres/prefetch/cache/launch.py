@@ -106,10 +106,12 @@ class HostProcess:
                         f"The files of a cache, {self._directory}*, must be writable, got: "
                         f"{error}. Remove these files, or set TMPDIR to another directory."
                     ) from error
+            # In this order: a process leaves its failure before it ends.
+            status = started.poll() if started is not None else None
             failed = self._failure()
-            if failed is None and started is not None and started.poll():
+            if failed is None and status:
                 failed = PeerLostError(
-                    f"The process that keeps the cache ended with status {started.returncode} "
+                    f"The process that keeps the cache ended with status {status} "
                     f"before it listened. The end of its log:\n{self.log_tail()}"
                 )
             if failed is not None:

@@ -2,53 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
-
-from lightning_dlres.core.host.freed_memory import returning_freed_memory
 
 MIB = 1 << 20
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
-
-def anonymous_bytes() -> int:
-    """Return the bytes of anonymous memory of this process."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("Anonymous:")]
-    return int(line.split()[1]) * 1024
-
-
-def freed_bytes() -> int:
-    """Return the bytes by which the process shrinks when every second of many tensors is freed.
-
-    The others keep a heap from shrinking at its end.
-    """
-    tensors = [torch.ones(2 * MIB, dtype=torch.uint8) for _ in range(64)]
-    before = anonymous_bytes()
-    del tensors[::2]
-    return before - anonymous_bytes()
-
-
-def test_freed_tensors_leave_the_process() -> None:
-    with returning_freed_memory():
-        assert freed_bytes() > 60 * MIB
-
-
-def test_contexts_may_overlap() -> None:
-    first, second = returning_freed_memory(), returning_freed_memory()
-    with first:
-        second.__enter__()
-    assert freed_bytes() > 60 * MIB
-    second.__exit__(None, None, None)
-    # Now the allocator keeps what fits its heap.
-    assert freed_bytes() < 60 * MIB
-
-
-def test_a_failed_block_closes_its_context() -> None:
-    with pytest.raises(ZeroDivisionError), returning_freed_memory():
-        _ = 1 / 0
-    assert freed_bytes() < 60 * MIB
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_freed_tensors_leave_the_process_while_a_context_is_open() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.core.host.freed_memory_script"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    within, in_second, after, after_error = (int(line) / MIB for line in done.stdout.split())
+    assert min(within, in_second) > 60
+    # The allocator keeps what fits its heap.
+    assert max(after, after_error) < 30
