@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,8 +26,8 @@ def server() -> Iterator[ForkServer]:
         process.close()
 
 
-def sleep() -> None:
-    time.sleep(60)
+def wait_for_a_signal() -> None:
+    signal.pause()
 
 
 def write_to_a_closed_pipe() -> None:
@@ -35,7 +35,7 @@ def write_to_a_closed_pipe() -> None:
 
 
 def test_a_failed_flush_at_the_end_of_a_process_spares_the_others(server: ForkServer) -> None:
-    other = server.start(f"{__name__}:sleep", [], {})
+    other = server.start(f"{__name__}:wait_for_a_signal", [], {})
     read, write = os.pipe()
     os.close(read)
     process = server.start(f"{__name__}:write_to_a_closed_pipe", [], {1: write})

@@ -16,17 +16,10 @@ from torch.utils.data import DataLoader
 import lightning_dlres as dlres
 from tests.support.models import Block
 from tests.support.offload_tasks import Regression, fit
+from tests.support.process_memory import anonymous_bytes
 from tests.support.wide_networks import NETWORKS, WideRegression, large_mlp, loader
 
 MIB = 1 << 20
-
-
-def anonymous_bytes() -> int:
-    """Return the bytes of anonymous memory of this process."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Anonymous:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no such line")
 
 
 class GrowthBeforeBackward(Callback):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Blocks of at least this many bytes get pages of their own, which return when they are freed. The
-# kernel fills these pages with zeros, which costs about as much as a copy of the block.
+# kernel fills new pages with zeros, which takes time.
 _LEAST_BYTES = 1 << 20
 # Size from which glibc gives blocks their own pages in the end, if it finds the size by itself, and
 # the free bytes at the end of a heap that it then keeps.
@@ -22,7 +22,7 @@ _USUAL_BYTES, _USUAL_KEPT_BYTES = 32 << 20, 64 << 20
 # Parameters of `mallopt`, see its manual page.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 # Users who set these have chosen the allocator's behaviour themselves.
-_USER_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+_USER_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 _lock = threading.Lock()
 # Contexts that are open now.
@@ -34,7 +34,8 @@ def returning_freed_memory() -> Iterator[None]:
     """Context manager in which large blocks of the process return to the system when they are
     freed; no effect without glibc.
 
-    Contexts may overlap, in any threads.
+    Contexts may overlap, in any threads. After the first one, glibc no longer finds the size of
+    such blocks by itself, and keeps to the largest that it would choose.
     """
     _change_count(1)
     try:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
-from lightning_dlres.mirror.execute.region import LEAST_FILE_BYTES, tensor_in_file
+from lightning_dlres.mirror.execute.region import LEAST_FILE_BYTES, new_tensor
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def constructing(directory: Path) -> Iterator[None]:
             or parameter.layout != torch.strided
         ):
             return
-        place = tensor_in_file(parameter.detach(), directory)
+        place = new_tensor(parameter.detach(), directory)
         place.copy_(parameter.detach())
         parameter.data = place
 

@@ -52,17 +52,21 @@ class MirrorRegion:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
-def tensor_in_file(like: Tensor, directory: Path) -> Tensor:
-    """Return a tensor in a file of its own, with the dtype, shape and strides of another one, and
-    without its values.
+def new_tensor(like: Tensor, directory: Path | None) -> Tensor:
+    """Return a tensor in host memory or in a file of its own, with the dtype, shape and strides of
+    another one, and without its values.
 
     The file has no name, and ends with the tensor. Small tensors lie in memory: a mapped file takes
     whole pages.
+
+    Args:
+        like: The other tensor, on any device.
+        directory: Directory of the file; None for host memory.
 
     Raises:
         ConfigError: If the directory is not writable or has too little space.
     """
     nbytes = like.numel() * like.element_size()
-    if nbytes < LEAST_FILE_BYTES:
+    if directory is None or nbytes < LEAST_FILE_BYTES:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     return MirrorRegion(nbytes, directory).tensor(0, like)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dlres.mirror.execute.region import new_tensor
 from lightning_dlres.paramserver.setup.model_keys import ModelKeys
 
 
@@ -35,15 +37,11 @@ def _part(
     return value.reshape(-1)[start : start + count].view(shape)
 
 
-def _in_memory(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype)
-
-
 def fill_state(
     keys: ModelKeys,
     optimizer: Optimizer,
     fetch: Callable[[Iterable[int]], Iterator[Mapping[str, Any]]],
-    new_tensor: Callable[[Tensor], Tensor] = _in_memory,
+    directory: Path | None = None,
 ) -> None:
     """Put the states of keys into an optimizer.
 
@@ -51,8 +49,8 @@ def fill_state(
         keys: Keys of the model.
         optimizer: The optimizer, whose state is replaced.
         fetch: Yields the states of keys, whose indices it gets, one after the other.
-        new_tensor: Returns a tensor like another one, without its values, for a state with one
-            value per element of a parameter.
+        directory: Directory of files for states with one value per element of a parameter; None
+            for memory.
     """
     optimizer.state.clear()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -68,7 +66,7 @@ def fill_state(
                     continue
                 if name not in state:
                     like = torch.empty(parameter.shape, dtype=part.dtype, device="meta")
-                    state[name] = new_tensor(like)
+                    state[name] = new_tensor(like, directory)
                 state[name].view(-1)[key.start : key.start + key.count] = part.view(-1)
         if state:
             optimizer.state[parameter] = state

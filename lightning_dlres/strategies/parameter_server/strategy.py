@@ -27,7 +27,6 @@ from lightning_dlres.core.comm.collectives import gather_bytes
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_bytes
-from lightning_dlres.mirror.execute.region import tensor_in_file
 from lightning_dlres.paramserver.execute.server.consistency import BSP
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
@@ -276,7 +275,7 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         self._session.join()
         trainer = self._module.trainer
         self._clipping = Clipping()
-        if options.consistency == BSP:
+        if self._is_synchronous:
             self._clipping = Clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
             self._clipping.attach(self.precision_plugin)
         self._updates = RemoteUpdates(
@@ -315,7 +314,7 @@ class ParameterServerStrategy(NamedFailuresStrategy):
     def _pushes_early(self) -> Callable[[], bool]:
         """Return the function that tells if gradients may be pushed in backward."""
         trainer = self._module.trainer
-        clips_itself = self._options.consistency != BSP and bool(trainer.gradient_clip_val)
+        clips_itself = not self._is_synchronous and bool(trainer.gradient_clip_val)
         is_possible = (
             self._options.overlap
             and self._module.automatic_optimization
@@ -340,7 +339,7 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         if self._session is None or self._keys is None or not self.is_global_zero:
             return super().optimizer_state(optimizer)
         try:
-            fill_state(self._keys, inner, self._session.states, self._new_state)
+            fill_state(self._keys, inner, self._session.states, self.state_directory)
             return inner.state_dict()
         finally:
             inner.state.clear()
@@ -356,18 +355,12 @@ class ParameterServerStrategy(NamedFailuresStrategy):
             self._report.finish()
         # A callback, such as weight averaging, may have put other weights there for good.
         has_edits = self._updates is not None and self._updates.are_edited()
-        if not self._connection.any_rank(has_edits) and self._options.consistency != BSP:
+        if not self._connection.any_rank(has_edits) and not self._is_synchronous:
             self._session.refresh()
         if self.is_global_zero:
-            for optimizer in self.optimizers:
-                fill_state(self._keys, unwrapped(optimizer), self._session.states, self._new_state)
+            for optimizer in map(unwrapped, self.optimizers):
+                fill_state(self._keys, optimizer, self._session.states, self.state_directory)
         self._end_session(self._connection)
-
-    def _new_state(self, like: Tensor) -> Tensor:
-        """Return a tensor for an optimizer state, without its values."""
-        if self.state_directory is None:
-            return torch.empty(like.shape, dtype=like.dtype)
-        return tensor_in_file(like, self.state_directory)
 
     def _end_session(self, connection: Connection | None = None) -> None:
         """Leave the servers, and stop those of this process.

@@ -7,20 +7,13 @@ while a second context is open after the first, after both, and after a context 
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 
 from lightning_dlres.core.host.freed_memory import returning_freed_memory
+from tests.support.process_memory import anonymous_bytes
 
 MIB = 1 << 20
-
-
-def anonymous_bytes() -> int:
-    """Return the bytes of anonymous memory of this process."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("Anonymous:")]
-    return int(line.split()[1]) * 1024
 
 
 def freed_bytes() -> int:
