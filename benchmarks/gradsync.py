@@ -2,7 +2,7 @@
 of PyTorch, in turns.
 
     python -m benchmarks.gradsync           about 10 minutes
-    python -m benchmarks.gradsync --quick   few steps: the figures mean little
+    python -m benchmarks.gradsync --quick   few steps of a small model: the figures mean nothing
     python -m benchmarks.gradsync --slow --unshaped   only these parts
 
 The model has 25.2 MB of gradients. The bound of a contender is the time of a step without
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.support.command import Figures, conclude_on_testbed, flags
 from benchmarks.support.gradsync_speeds import compare_speeds
-from benchmarks.support.gradsync_turns import Contenders, Turns
+from benchmarks.support.gradsync_turns import QUICK, Contenders, Extent, Turns
 from benchmarks.support.report import Check, at_least, at_most, table
 from benchmarks.support.testbed import Host
 from lightning_dlres.gradsync.plan.measured_steps import COORDINATOR_GAIN
@@ -47,7 +47,7 @@ _DDP_EFFICIENCY = (0.25, 0.30)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status."""
-    parts: dict[str, tuple[Callable[[int], Figures], str]] = {
+    parts: dict[str, tuple[Callable[[Extent], Figures], str]] = {
         "slow": (slow_links, f"links of {SLOW_MBIT} Mbit/s"),
         "scaling": (scaling, f"links of {FAST_MBIT} Mbit/s, and emulated computation"),
         "unshaped": (unshaped, "links as fast as this machine"),
@@ -59,26 +59,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         NAME,
         __doc__,
         argv,
-        quick="few steps: the figures mean little",
+        quick="few steps of a small model: the figures mean nothing",
         others={part: f"only: {text}" for part, (_, text) in parts.items()},
     )
-    rounds = 1 if arguments.quick else 5
+    extent = QUICK if arguments.quick else Extent()
     chosen = [part for part in parts if getattr(arguments, part)] or list(parts)
-    return conclude_on_testbed(NAME, lambda: _measure([parts[part] for part in chosen], rounds))
+    return conclude_on_testbed(NAME, lambda: _measure([parts[part] for part in chosen], extent))
 
 
-def _measure(parts: Sequence[tuple[Callable[[int], Figures], str]], rounds: int) -> Figures:
+def _measure(parts: Sequence[tuple[Callable[[Extent], Figures], str]], extent: Extent) -> Figures:
     checks: dict[str, Check] = {}
-    raw: dict[str, Any] = {"rounds": rounds}
+    raw: dict[str, Any] = {"rounds": extent.rounds}
     for measure, text in parts:
         print(f"\n{text[0].upper()}{text[1:]}")
-        part_checks, part_raw = measure(rounds)
+        part_checks, part_raw = measure(extent)
         checks |= part_checks
         raw[measure.__name__] = part_raw
     return checks, raw
 
 
-def slow_links(rounds: int) -> Figures:
+def slow_links(extent: Extent) -> Figures:
     """Compare codecs with DistributedDataParallel and PyTorch's hooks over slow links."""
     ours: Contenders = {
         "tbq, ps": ("tbq", _FIXED),
@@ -98,9 +98,9 @@ def slow_links(rounds: int) -> Figures:
     }
     hosts = [_host(SLOW_MBIT)] * HOSTS
     checks, rows = {}, []
-    with Turns(hosts, contenders) as turns:
+    with Turns(hosts, contenders, layers=extent.layers) as turns:
         turns.warm_up()
-        turns.run(rounds)
+        turns.run(extent.rounds)
         gradient_bytes = turns.figure("alone", "gradient_bytes")
         best_ddp = min(_DDP, key=turns.seconds)
         for name, (algorithm, _) in contenders.items():
@@ -144,7 +144,7 @@ def link_seconds(algorithm: str, gradient_bytes: float) -> float:
     return 2 * (HOSTS - 1) / HOSTS * nbytes / (SLOW_MBIT * 1e6 / 8)
 
 
-def scaling(rounds: int) -> Figures:
+def scaling(extent: Extent) -> Figures:
     """Compare with linear scaling, of which DistributedDataParallel reaches less than a third."""
     contenders: Contenders = {
         "alone": ("alone", {}),
@@ -156,11 +156,11 @@ def scaling(rounds: int) -> Figures:
         "onebit, planned": ("onebit", {}),
     }
     hosts = [_host(FAST_MBIT)] * HOSTS
-    with Turns(hosts, contenders, samples=1) as turns:
+    with Turns(hosts, contenders, layers=extent.layers, samples=1) as turns:
         turns.warm_up()
         emulated = _emulated_seconds(turns)
         turns.warm_up(emulated)
-        turns.run(rounds, emulated)
+        turns.run(extent.rounds, emulated)
         efficiency = {name: turns.ratio("alone", name) for name in contenders}
         rows = [
             [name, 1e3 * turns.seconds(name), efficiency[name], 1e3 * turns.figure(name, "cpu")]
@@ -198,12 +198,12 @@ def _emulated_seconds(turns: Turns) -> float:
     return emulated
 
 
-def unshaped(rounds: int) -> Figures:
+def unshaped(extent: Extent) -> Figures:
     """Compare "auto" and "none" with DistributedDataParallel where compression does not pay."""
     contenders: Contenders = {**_DDP, "auto": ("auto", {}), "none": ("none", {})}
-    with Turns([Host() for _ in range(HOSTS)], contenders) as turns:
+    with Turns([Host() for _ in range(HOSTS)], contenders, layers=extent.layers) as turns:
         turns.warm_up()
-        turns.run(3 * rounds)
+        turns.run(3 * extent.rounds)
         rows = [[name, 1e3 * turns.seconds(name), turns.chosen(name)] for name in contenders]
         print(table(["contender", "step ms", "chosen"], rows))
         # 25 MB is the default of DistributedDataParallel. "none" has it, too; "auto" has 8 MB.
@@ -216,7 +216,7 @@ def unshaped(rounds: int) -> Figures:
         return checks, turns.raw()
 
 
-def uneven_links(rounds: int) -> Figures:
+def uneven_links(extent: Extent) -> Figures:
     """Compare planned shares of the gradients, which follow the links' rates, with equal shares."""
     contenders: dict[str, tuple[str, dict[str, Any]]] = {}
     for codec in ("fp16", "tbq"):
@@ -224,9 +224,9 @@ def uneven_links(rounds: int) -> Figures:
         contenders[f"{codec}, planned"] = codec, {}
     rates = [SLOW_MBIT] * (HOSTS - 1) + [ODD_MBIT]
     checks, rows = {}, []
-    with Turns([_host(rate) for rate in rates], contenders) as turns:
+    with Turns([_host(rate) for rate in rates], contenders, layers=extent.layers) as turns:
         turns.warm_up()
-        turns.run(rounds)
+        turns.run(extent.rounds)
         for codec in ("fp16", "tbq"):
             equal, planned = f"{codec}, equal shares", f"{codec}, planned"
             gain = turns.ratio(equal, planned)
@@ -244,7 +244,7 @@ def uneven_links(rounds: int) -> Figures:
         return checks, turns.raw()
 
 
-def ablation(rounds: int) -> Figures:
+def ablation(extent: Extent) -> Figures:
     """Add the parts of our design to a blocking hook, one after the other, over slow links."""
     contenders: Contenders = {
         "codec on the critical path": ("blocking tbq", {}),
@@ -256,9 +256,9 @@ def ablation(rounds: int) -> Figures:
         "all chosen by the cost model": ("tbq", {}),
     }
     hosts = [_host(SLOW_MBIT)] * HOSTS
-    with Turns(hosts, contenders) as turns:
+    with Turns(hosts, contenders, layers=extent.layers) as turns:
         turns.warm_up()
-        turns.run(rounds)
+        turns.run(extent.rounds)
         rows, before = [], ""
         for name in contenders:
             gain = turns.ratio(before, name) if before else 1.0

@@ -84,6 +84,7 @@ class Contender:
         options: Further arguments of `GradientSyncState`, and two of this class. `bucket_cap_mb` is
             for DistributedDataParallel; without it, buckets are as in `_BUCKETS_MB`. `batches` set
             to False sends the payload of each unit in a message of its own.
+        layers: Number of the model's layers.
 
     Attributes:
         model: The model, wrapped in DistributedDataParallel unless it is "alone".
@@ -91,10 +92,10 @@ class Contender:
         state: State of our hook; None without it.
     """
 
-    def __init__(self, algorithm: str, options: dict[str, Any]) -> None:
+    def __init__(self, algorithm: str, options: dict[str, Any], layers: int = LAYERS) -> None:
         torch.manual_seed(0)
         options = dict(options)
-        self.model: nn.Module = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+        self.model: nn.Module = nn.Sequential(*(Layer() for _ in range(layers)))
         self._layers = list(self.model.children())
         self.nbytes = sum(4 * p.numel() for p in self.model.parameters())
         self.state: GradientSyncState | None = None
@@ -137,7 +138,7 @@ class Contender:
             emulated: Emulated seconds of computation in a step.
         """
         for layer in self._layers:
-            layer.seconds = emulated / LAYERS  # type: ignore[assignment]
+            layer.seconds = emulated / len(self._layers)  # type: ignore[assignment]
         with _batched(self._batches):
             dist.barrier()
             start = time.perf_counter()

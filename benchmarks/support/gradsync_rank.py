@@ -35,8 +35,9 @@ def follow(order: Message, contenders: dict[str, Contender], batch: Tensor) -> M
     """Train with a contender, which its first order makes.
 
     Args:
-        order: "contender" (its name); "algorithm" and "options", see `Contender`; "steps",
-            "samples" of this rank in a step, and "emulated" seconds of computation in a step.
+        order: "contender" (its name); "algorithm" and "options", see `Contender`; "layers"
+            of the model; "steps", "samples" of this rank in a step, and "emulated" seconds of
+            computation in a step.
         contenders: Contenders by name.
         batch: Input of the model, float32[SAMPLES, WIDTH]; its first samples are used.
 
@@ -46,7 +47,7 @@ def follow(order: Message, contenders: dict[str, Contender], batch: Tensor) -> M
     """
     name = order["contender"]
     if name not in contenders:
-        contenders[name] = Contender(order["algorithm"], order["options"])
+        contenders[name] = Contender(order["algorithm"], order["options"], order["layers"])
     contender = contenders[name]
     sent, used = sent_bytes(), time.process_time()
     seconds = contender.steps(

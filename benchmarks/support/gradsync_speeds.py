@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from benchmarks.support.command import Figures
+from benchmarks.support.gradsync_turns import Extent
 from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.ranks import Ranks
 from benchmarks.support.report import at_least, table
@@ -17,11 +18,11 @@ SAMPLE_MS = (2.0, 4.0, 8.0)
 RATE_MBIT = 1000
 
 
-def compare_speeds(rounds: int) -> Figures:
+def compare_speeds(extent: Extent) -> Figures:
     """Compare the samples per second of a joint training with the sum over hosts that train alone.
 
     Args:
-        rounds: Rounds of the benchmark; half as many are run here, since each takes long.
+        extent: Extent of the benchmark; half as many rounds are run here, since each takes long.
     """
     contenders: dict[str, dict[str, Any]] = {
         "alone": {"share_samples": None},
@@ -30,7 +31,7 @@ def compare_speeds(rounds: int) -> Figures:
     }
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     with Testbed([Host(rate=f"{RATE_MBIT}mbit") for _ in SAMPLE_MS]) as bed:
-        for _ in range(max(1, rounds // 2)):
+        for _ in range(max(1, extent.rounds // 2)):
             for name, options in contenders.items():
                 # A run leaves its process group initialised, so every run has new ranks.
                 ranks = Ranks(RankStarter(bed, [RANK]), RANK, len(SAMPLE_MS), timeout=300.0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.support.gradsync_contender import LAYERS
 from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.ranks import Ranks
 from benchmarks.support.testbed import Host, Testbed
@@ -22,6 +24,17 @@ _UNCOUNTED_STEPS = 2
 _TURN_SECONDS, _LEAST_STEPS, _MOST_STEPS = 1.5, 3, 12
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured: number of rounds, and of the model's layers."""
+
+    rounds: int = 5
+    layers: int = LAYERS
+
+
+QUICK = Extent(rounds=1, layers=3)
+
+
 class Turns:
     """Ranks on a testbed, one per host, that train with one contender after another.
 
@@ -30,11 +43,15 @@ class Turns:
     Args:
         hosts: Descriptions of the hosts.
         contenders: Algorithm and options of each contender, by name.
+        layers: Number of the model's layers.
         samples: Samples of a rank in a step, at most `gradsync_rank.SAMPLES`.
     """
 
-    def __init__(self, hosts: Sequence[Host], contenders: Contenders, *, samples: int = 16) -> None:
-        self._bed, self._contenders, self._samples = Testbed(hosts), contenders, samples
+    def __init__(
+        self, hosts: Sequence[Host], contenders: Contenders, *, layers: int, samples: int = 16
+    ) -> None:
+        self._bed, self._contenders = Testbed(hosts), contenders
+        self._layers, self._samples = layers, samples
         self._size = len(hosts)
         # Replies of all ranks in each round, by contender.
         self._replies: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in contenders}
@@ -73,6 +90,7 @@ class Turns:
                 "contender": name,
                 "algorithm": algorithm,
                 "options": options,
+                "layers": self._layers,
                 "steps": steps,
                 "samples": self._samples,
                 "emulated": emulated,
