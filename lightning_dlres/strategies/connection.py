@@ -20,6 +20,7 @@ from lightning_dlres.core.checks import instance, one_of
 from lightning_dlres.core.comm.collectives import (
     all_ranks,
     any_rank,
+    broadcast_flags,
     broadcast_tree,
     gather_numbers,
     no_check,
@@ -219,6 +220,10 @@ class Connection:
     def broadcast(self, tree: Tree, source: int) -> Tree:
         """Return the tree of rank `source` on all ranks."""
         return broadcast_tree(tree, source, self.timeout, self.check)
+
+    def broadcast_flags(self, flags: list[bool], source: int) -> list[bool]:
+        """Return the flags of rank `source` on all ranks; called with equally many on each."""
+        return broadcast_flags(flags, source, self.timeout, self.check)
 
     def gather(self, values: list[float]) -> list[list[float]]:
         """Return the numbers of every rank, by rank."""

@@ -79,6 +79,12 @@ class DeferredSignals:
             if number in self._handlers:
                 self._handlers[number](number, inspect.currentframe())
 
+    def handle_together(self) -> None:
+        """Run Lightning's handlers of the signals that are due on rank 0; called by all ranks."""
+        due = self.due()
+        flags = self._connection.broadcast_flags([n in due for n in self._handlers_before], 0)
+        self.handle([n for n, flag in zip(self._handlers_before, flags, strict=True) if flag])
+
     def handle_sigterm_alone(self, trainer: Trainer) -> None:
         """Let Lightning end this rank if a rank has received SIGTERM.
 
@@ -102,7 +108,7 @@ class DeferredSignals:
 
 
 def handle_before_batches(
-    trainer: Trainer, signals: DeferredSignals, connection: Connection, *, together: bool
+    trainer: Trainer, signals: DeferredSignals, *, together: bool
 ) -> Callable[[], None]:
     """Let deferred signals be handled before each training batch; return the undo function.
 
@@ -111,15 +117,11 @@ def handle_before_batches(
     Args:
         trainer: Trainer of the run.
         signals: Signals that were deferred.
-        connection: Connection to the other ranks.
         together: Handle them before the same batch on all ranks, which wait for rank 0. False: each
             rank ends when it learns of a SIGTERM, and waits for no other.
     """
 
-    def handle_together() -> None:
-        signals.handle(connection.broadcast(signals.due(), 0))
-
     def handle_alone() -> None:
         signals.handle_sigterm_alone(trainer)
 
-    return replace_sigterm_broadcast(trainer, handle_together if together else handle_alone)
+    return replace_sigterm_broadcast(trainer, signals.handle_together if together else handle_alone)

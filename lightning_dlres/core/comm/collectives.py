@@ -66,6 +66,26 @@ def broadcast_tree(tree: Tree, source: int, timeout: float, check: Check) -> Tre
     return payload.decode(decoded, pieces)
 
 
+def broadcast_flags(flags: list[bool], source: int, timeout: float, check: Check) -> list[bool]:
+    """Return the source's flags on all ranks; called by all of them, each with equally many.
+
+    It takes one broadcast, where `broadcast_tree` takes two.
+
+    Args:
+        flags: Flags to send; on all ranks but the source only their number counts.
+        source: Rank of the source.
+        timeout: Deadline in seconds.
+        check: Function described at `Check`.
+
+    Raises:
+        PeerTimeoutError: If some rank does not take part within `timeout` seconds.
+        PeerLostError: If a rank has failed, or its connection broke.
+    """
+    data = torch.tensor(flags, dtype=torch.uint8)
+    _broadcast(data, source, timeout, check)
+    return [bool(flag) for flag in data.tolist()]
+
+
 def gather_numbers(values: list[float], timeout: float, check: Check) -> list[list[float]]:
     """Return every rank's numbers, by rank; called by all ranks, each with equally many.
 

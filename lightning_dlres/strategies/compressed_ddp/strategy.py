@@ -44,12 +44,12 @@ from lightning_dlres.strategies.compressed_ddp.optimizers import (
 from lightning_dlres.strategies.compressed_ddp.report_sections import sync_sections
 from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder
 from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader, length_of
+from lightning_dlres.strategies.connected_ddp import ConnectedDDPStrategy
 from lightning_dlres.strategies.connection import (
     announcing_failures,
     check_backend,
 )
 from lightning_dlres.strategies.few_bits import unwrapped
-from lightning_dlres.strategies.named_failures import NamedFailuresStrategy
 
 # Key, in a Lightning checkpoint, of the residuals of all ranks.
 CHECKPOINT_KEY = "dlres_gradient_sync"
@@ -58,7 +58,7 @@ CHECKPOINT_KEY = "dlres_gradient_sync"
 _SINGLE_BUCKET_MB, _EARLY_BUCKET_MB = 1_000_000, 8
 
 
-class CompressedDDPStrategy(NamedFailuresStrategy):
+class CompressedDDPStrategy(ConnectedDDPStrategy):
     """Data parallel strategy that sends compressed gradients, for slow links between the ranks.
 
     It is Lightning's `DDPStrategy` with another synchronisation of gradients, on the CPU and on
@@ -386,7 +386,8 @@ class CompressedDDPStrategy(NamedFailuresStrategy):
         own = (self._momentum or self._state).state_dict()
         if not own.keys() & {"units", POWERSGD}:
             return [own]
-        if self._module.trainer.state.status == TrainerStatus.INTERRUPTED:
+        is_interrupted = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
+        if is_interrupted and not self._ends_on_all_ranks:
             # The other ranks may have failed, or may not save a checkpoint.
             warnings.warn("The checkpoint has no residuals, because the run failed.", stacklevel=2)
             return None

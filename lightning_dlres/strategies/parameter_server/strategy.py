@@ -15,7 +15,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -38,20 +37,19 @@ from lightning_dlres.paramserver.setup.optimizer_states import (
     fill_state,
     states_by_key,
 )
+from lightning_dlres.strategies.connected_ddp import ConnectedDDPStrategy
 from lightning_dlres.strategies.connection import (
     Connection,
     announcing_failures,
     check_backend,
 )
 from lightning_dlres.strategies.few_bits import unwrapped, warn_about_few_bits
-from lightning_dlres.strategies.named_failures import NamedFailuresStrategy
 from lightning_dlres.strategies.parameter_server.clipping import Clipping
 from lightning_dlres.strategies.parameter_server.remote_update import RemoteUpdates
 from lightning_dlres.strategies.parameter_server.server_hosting import (
     HostedServers,
     host_servers,
 )
-from lightning_dlres.strategies.signals import DeferredSignals, handle_before_batches
 
 # Hooks of modules and callbacks that see gradients, or the optimizer, between backward and the
 # update.
@@ -59,7 +57,7 @@ _MODULE_HOOKS = ("backward", "configure_gradient_clipping", "optimizer_step")
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
-class ParameterServerStrategy(NamedFailuresStrategy):
+class ParameterServerStrategy(ConnectedDDPStrategy):
     """Data parallel strategy whose parameters are updated on servers.
 
     Each rank pushes its gradients to the servers, which hold the parameters and the optimizer, and
@@ -170,9 +168,6 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         self._updates: RemoteUpdates | None = None
         self._keys: ModelKeys | None = None
         self._clipping = Clipping()
-        # Signals of this run; None before its setup.
-        self._signals: DeferredSignals | None = None
-        self._undo_signals: Callable[[], None] | None = None
         # On rank 0, from the start of the first training on.
         self._report: ServerReport | None = None
         # True while Lightning runs a backward whose gradients are accumulated only.
@@ -212,25 +207,9 @@ class ParameterServerStrategy(NamedFailuresStrategy):
             for tensor in (*self._module.parameters(), *self._module.buffers()):
                 _broadcast_from_rank_0(tensor.detach())
 
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        assert self._connection is not None
-        assert self.cluster_environment is not None
-        self._signals = DeferredSignals(self.cluster_environment, self._connection)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        # This is the Trainer's first barrier after it has registered its signal handlers.
-        is_first = args[:1] == ("run-stage",) and self.world_size > 1
-        if is_first and self._module.trainer.state.fn == TrainerFn.FITTING:
-            assert self._signals is not None
-            # Lightning's handler of the other signal, which ends a SLURM job, needs all ranks.
-            self._signals.install(only_sigterm=not self._is_synchronous)
-        super().barrier(*args, **kwargs)
-
     @property
-    def _is_synchronous(self) -> bool:
+    @override
+    def _ranks_wait_for_each_other(self) -> bool:
         return self._options.consistency == BSP
 
     @override
@@ -239,15 +218,6 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         super().on_train_start()
         with announcing_failures(lambda: self._connection):
             self._start_session()
-        if self.world_size > 1 and self._undo_signals is None:
-            assert self._signals is not None
-            assert self._connection is not None
-            self._undo_signals = handle_before_batches(
-                self._module.trainer,
-                self._signals,
-                self._connection,
-                together=self._is_synchronous,
-            )
 
     def _start_session(self) -> None:
         assert self._connection is not None
@@ -275,7 +245,7 @@ class ParameterServerStrategy(NamedFailuresStrategy):
         self._session.join()
         trainer = self._module.trainer
         self._clipping = Clipping()
-        if self._is_synchronous:
+        if self._ranks_wait_for_each_other:
             self._clipping = Clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
             self._clipping.attach(self.precision_plugin)
         self._updates = RemoteUpdates(
@@ -314,7 +284,7 @@ class ParameterServerStrategy(NamedFailuresStrategy):
     def _pushes_early(self) -> Callable[[], bool]:
         """Return the function that tells if gradients may be pushed in backward."""
         trainer = self._module.trainer
-        clips_itself = not self._is_synchronous and bool(trainer.gradient_clip_val)
+        clips_itself = not self._ranks_wait_for_each_other and bool(trainer.gradient_clip_val)
         is_possible = (
             self._options.overlap
             and self._module.automatic_optimization
@@ -355,7 +325,7 @@ class ParameterServerStrategy(NamedFailuresStrategy):
             self._report.finish()
         # A callback, such as weight averaging, may have put other weights there for good.
         has_edits = self._updates is not None and self._updates.are_edited()
-        if not self._connection.any_rank(has_edits) and not self._is_synchronous:
+        if not self._connection.any_rank(has_edits) and not self._ranks_wait_for_each_other:
             self._session.refresh()
         if self.is_global_zero:
             for optimizer in map(unwrapped, self.optimizers):
@@ -386,13 +356,8 @@ class ParameterServerStrategy(NamedFailuresStrategy):
     @override
     def teardown(self) -> None:
         connection, self._connection = self._connection, None
-        undo, self._undo_signals = self._undo_signals, None
-        if undo is not None:
-            undo()
-        signals, self._signals = self._signals, None
-        end_together = signals is not None and signals.ends_run()
         try:
-            self._end_session(connection if end_together else None)
+            self._end_session(connection if self._ends_on_all_ranks else None)
         finally:
             if connection is not None:
                 connection.close()

@@ -10,6 +10,7 @@ import torch
 from lightning_dlres.core.comm.collectives import (
     all_ranks,
     any_rank,
+    broadcast_flags,
     broadcast_tree,
     gather_bytes,
     gather_numbers,
@@ -35,6 +36,10 @@ def use_all_collectives(context: RankContext) -> list[Any]:
         assert all(map(torch.equal, received["large"], tree["large"]))
         assert received["small"].tolist() == [source]
         assert received["text"] == tree["text"]
+    for source in range(world):
+        flags = [rank == source, rank != source, False]
+        assert broadcast_flags(flags, source, SECONDS, no_failure) == [True, False, False]
+    assert broadcast_flags([], 0, SECONDS, no_failure) == []
     assert broadcast_tree(None, 0, SECONDS, no_failure) is None
     assert broadcast_tree([], world - 1, SECONDS, no_failure) == []
     numbers = gather_numbers([float(rank), 0.1 * rank], SECONDS, no_failure)

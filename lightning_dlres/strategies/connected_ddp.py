@@ -1,7 +1,10 @@
-"""DDPStrategy whose ranks are joined by a `Connection`, and whose errors name a lost rank.
+"""DDPStrategy whose ranks are joined by a `Connection`.
+
+Its errors name a lost rank, and a SIGTERM to one rank ends all.
 
 Lightning sums logs, gathers predictions and waits at barriers with collectives of torch, and so may
-the layers of a model. If a rank is lost, the error of such a collective names no rank.
+the layers of a model. If a rank is lost, the error of such a collective names no rank. Lightning's
+handler of SIGTERM itself starts a collective, at a place where the other ranks start another one.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,18 +23,23 @@ from typing_extensions import override
 
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.strategies.connection import Connection, require_script
+from lightning_dlres.strategies.signals import DeferredSignals, handle_before_batches
 
 _T = TypeVar("_T")
 
 
-class NamedFailuresStrategy(DDPStrategy):
-    """DDPStrategy that raises a `PeerError` in the place of the errors of torch's collectives.
+class ConnectedDDPStrategy(DDPStrategy):
+    """DDPStrategy that raises a `PeerError` in the place of the errors of torch's collectives, and
+    handles signals before the same training batch on all ranks.
 
     Subclasses set `_wait_seconds`, the time that a rank waits for another.
     """
 
     _connection: Connection | None = None
     _wait_seconds: float
+    # Signals of this run; None before its setup.
+    _signals: DeferredSignals | None = None
+    _undo_signals: Callable[[], None] | None = None
 
     @property
     def tracer(self) -> Tracer:
@@ -50,6 +59,36 @@ class NamedFailuresStrategy(DDPStrategy):
             self._process_group_backend = "cpu:gloo,cuda:nccl"
         super().setup_environment()
         self._connection = self._connect()
+        assert self.cluster_environment is not None
+        self._signals = DeferredSignals(self.cluster_environment, self._connection)
+
+    @property
+    def _ranks_wait_for_each_other(self) -> bool:
+        """True if all ranks train the same batch at the same time; subclasses override it."""
+        return True
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # Training may start more than once in a run, as after a search of the learning rate.
+        if self.world_size > 1 and self._undo_signals is None:
+            assert self._signals is not None
+            self._undo_signals = handle_before_batches(
+                self._module.trainer, self._signals, together=self._ranks_wait_for_each_other
+            )
+
+    @property
+    def _ends_on_all_ranks(self) -> bool:
+        """True if all ranks end the run together, after a SIGTERM to one of them."""
+        return self._signals is not None and self._signals.ends_run()
+
+    @override
+    def teardown(self) -> None:
+        undo, self._undo_signals = self._undo_signals, None
+        if undo is not None:
+            undo()
+        self._signals = None
+        super().teardown()
 
     def _connect(self) -> Connection:
         assert self.cluster_environment is not None
@@ -81,6 +120,12 @@ class NamedFailuresStrategy(DDPStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
+        # This is the Trainer's first barrier after it has registered its signal handlers.
+        is_first = args[:1] == ("run-stage",) and self.world_size > 1
+        if is_first and self._module.trainer.state.fn == TrainerFn.FITTING:
+            assert self._signals is not None
+            # Lightning's handler of the other signal, which ends a SLURM job, needs all ranks.
+            self._signals.install(only_sigterm=not self._ranks_wait_for_each_other)
         self._call_naming_lost_ranks(super().barrier, *args, **kwargs)
 
     @override
