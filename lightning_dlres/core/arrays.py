@@ -18,14 +18,16 @@ from lightning_dlres.core.errors import ConfigError
 class _Memory:
     """Object with NumPy's array interface over a tensor's memory."""
 
-    def __init__(self, tensor: Tensor, kind: str, count: int) -> None:
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: Tensor, address: int, kind: str, count: int) -> None:
         # The array holds this object, and so keeps the tensor alive.
         self._tensor = tensor
         self.__array_interface__ = {
             "version": 3,
             "typestr": kind,
             "shape": (count,),
-            "data": (tensor.data_ptr(), False),
+            "data": (address, False),
         }
 
 
@@ -65,18 +67,20 @@ def _array(tensor: Tensor, kind: str, items_per_element: int) -> NDArray[Any]:
     count = tensor.numel()
     if not count:
         return np.empty(0, kind)
-    require_memory(tensor)
-    return np.asarray(_Memory(tensor, kind, count * items_per_element))
+    address = address_of(tensor)
+    return np.asarray(_Memory(tensor, address, kind, count * items_per_element))
 
 
-def require_memory(tensor: Tensor) -> None:
-    """Raise unless the bytes of a tensor can be read in sequence from its address.
+def address_of(tensor: Tensor) -> int:
+    """Return the address from which the bytes of a tensor can be read in sequence.
 
     Raises:
         ConfigError: If the tensor is not contiguous or not on the CPU, or is fake.
     """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.data_ptr():
+    address = tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else 0
+    if not address:
         raise ConfigError(
             f"tensor must be contiguous and on the CPU, got {tuple(tensor.shape)} with strides "
             f"{tensor.stride()} on {tensor.device}. Use its contiguous() or cpu()."
         )
+    return address

@@ -13,9 +13,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
+from typing import NamedTuple
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 
@@ -25,8 +25,7 @@ Scalar = str | int | float | bool | None
 _NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Work of one thread between two times.
 
     Attributes:
@@ -43,7 +42,7 @@ class Span:
     start_ns: int
     end_ns: int
     thread: str
-    args: Mapping[str, Scalar] = field(default_factory=dict)
+    args: Mapping[str, Scalar] = MappingProxyType({})
 
     @property
     def seconds(self) -> float:

@@ -14,7 +14,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from lightning_dlres.core.arrays import require_memory
+from lightning_dlres.core.arrays import address_of
 from lightning_dlres.core.compiled import compiled_for_addresses
 from lightning_dlres.kernels.x86 import finish_stores, has_avx2, store_past_cache
 
@@ -48,7 +48,7 @@ def _can_stream(target: Tensor, source: Tensor, count: int) -> bool:
     for tensor in (target, source):
         if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
             return False
-        require_memory(tensor)
+        address_of(tensor)
     # The two must not overlap.
     return abs(target.data_ptr() - source.data_ptr()) >= count
 

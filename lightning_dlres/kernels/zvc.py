@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dlres.core.arrays import array_of, require_memory
+from lightning_dlres.core.arrays import address_of, array_of
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 
 # Sizes in bytes of the elements that can be compressed.
@@ -151,8 +151,7 @@ def density(source: Tensor, width: int) -> float:
         count = source.numel() // width
         if not count:
             return 0.0
-        require_memory(source)
-        return zvc_cpu.density(source.data_ptr(), count, width, _SAMPLE_RUNS, _SAMPLE_ELEMENTS)
+        return zvc_cpu.density(address_of(source), count, width, _SAMPLE_RUNS, _SAMPLE_ELEMENTS)
     elements = source.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
     count = elements.numel()
     if count > _SAMPLE_RUNS * _SAMPLE_ELEMENTS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def test_a_span_has_its_times_and_arguments() -> None:
     )
     assert outer.start_ns <= inner.start_ns <= inner.end_ns <= outer.end_ns
     assert outer.seconds >= inner.seconds >= 0
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         outer.name = "other"  # type: ignore[misc]
 
 

@@ -15,6 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+# One shared object: a thread enters it with every task.
+_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
+
 
 class DeviceStream(Protocol):
     """Stream of threads beside training."""
@@ -40,7 +43,7 @@ class HostStream:
 
     def working(self) -> AbstractContextManager[Any]:
         """See `DeviceStream.working`."""
-        return nullcontext()
+        return _NO_CONTEXT
 
     def wait(self, mark: Any) -> None:
         """See `DeviceStream.wait`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,9 @@ from lightning_dlres.gradsync.plan.transmissions import Entry
 
 # Bytes to which payloads are aligned in a message, so that they can be read as words.
 _ALIGNMENT = 8
+# Row of a message's table: unit, part, and bytes of a payload. The table is a byte string, since
+# lists would be described entry by entry.
+_ROW = struct.Struct("<QQQ")
 # Key of the message by which a rank tells the others why it ends its work.
 FAILURE_KEY = ("failure",)
 
@@ -49,10 +53,10 @@ def message_of(step: int, payloads: Sequence[tuple[int, Part, Tensor]]) -> Tree:
         byte_array(payload if payload.device.type == "cpu" else payload.cpu())
         for _, _, payload in payloads
     ]
-    entries = [
-        [unit, int(part), content.size]
+    table = b"".join(
+        _ROW.pack(unit, part, content.size)
         for (unit, part, _), content in zip(payloads, contents, strict=True)
-    ]
+    )
     # Not `zeros`: it would write all of the message twice.
     message = np.empty(sum(_aligned(content.size) for content in contents), np.uint8)
     offset = 0
@@ -61,7 +65,7 @@ def message_of(step: int, payloads: Sequence[tuple[int, Part, Tensor]]) -> Tree:
         message[offset:end] = content
         message[end:following] = 0
         offset = following
-    return [step, entries, torch.from_numpy(message)]
+    return [step, table, torch.from_numpy(message)]
 
 
 def payloads_of(content: Tree, name: str) -> tuple[int, list[tuple[int, Part, Tensor]]]:
@@ -70,14 +74,14 @@ def payloads_of(content: Tree, name: str) -> tuple[int, list[tuple[int, Part, Te
     Raises:
         ProtocolError: If the message is malformed; the error names its sender.
     """
-    step, entries, message = _row(content, 3, name)
+    step, table, message = _row(content, 3, name)
     is_message = isinstance(message, Tensor) and message.dtype == torch.uint8
-    if not is_message or message.dim() != 1 or not isinstance(entries, list):
+    is_table = isinstance(table, bytes) and len(table) % _ROW.size == 0
+    if not is_message or message.dim() != 1 or not is_table:
         raise _malformed(name)
     memory = array_of(message)
     payloads, offset = [], 0
-    for entry in entries:
-        unit, part, nbytes = _numbers(entry, 3, name)
+    for unit, part, nbytes in _ROW.iter_unpack(table):
         if part not in _PARTS or offset + nbytes > memory.size:
             raise _malformed(name)
         # Slices of arrays: torch operations release the interpreter's lock and wait for threads. An

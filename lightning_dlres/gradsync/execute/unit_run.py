@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec
+from lightning_dlres.core.arrays import typed_array
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.plan.graph import Graph, Part, SyncTask, TaskKind
 from lightning_dlres.gradsync.plan.task_table import TaskTable
@@ -268,4 +269,8 @@ class UnitRun:
 
 def is_zero(values: Tensor) -> bool:
     """Return True if all elements are zero; fast if one of the first is not."""
+    if values.is_cpu and values.dtype == torch.float32:
+        # Torch operations release the interpreter's lock and wait for threads.
+        elements = typed_array(values, "<f4")
+        return not elements[:_NUM_CHECKED_FIRST].any() and not elements.any()
     return not values[:_NUM_CHECKED_FIRST].any() and not values.any()

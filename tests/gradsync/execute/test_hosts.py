@@ -23,6 +23,7 @@ from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_
 from lightning_dlres.gradsync.plan.units import GradientSpec
 from tests.support.gradient_sync import OpenSync, open_sync
 from tests.support.rank_pool import RankContext, RankPool
+from tests.support.sync_tables import unpacked
 
 # Elements of each gradient.
 COUNTS = {"scalar": 1, "empty": 0, "bias": 10, "weight": 9000, "large": 30_000}
@@ -223,8 +224,8 @@ def test_a_host_without_samples_keeps_its_residuals(pool: RankPool, idle: list[i
 def test_an_empty_payload_adds_no_bytes_to_a_message() -> None:
     """A rank without samples sends one to the leader of its host."""
     gradient = torch.zeros(0)
-    _, entries, message = message_of(0, [(0, Part.HOST, gradient)])
-    assert entries == [[0, int(Part.HOST), 0]]
+    _, table, message = message_of(0, [(0, Part.HOST, gradient)])
+    assert unpacked(table) == [(0, int(Part.HOST), 0)]
     assert message.numel() == 0
 
 

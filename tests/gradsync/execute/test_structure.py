@@ -23,6 +23,7 @@ from lightning_dlres.gradsync.plan.plan import CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
 from tests.support.gradient_sync import MODES, REPLAYED_STEP, MessageRecord, OpenSync, open_sync
 from tests.support.rank_pool import RankContext, RankPool
+from tests.support.sync_tables import unpacked
 from tests.support.waiting import wait_until
 
 # Deadline of a wait, in seconds. Only a failing test waits so long.
@@ -186,7 +187,7 @@ def check_silence(results: list[Any]) -> None:
     """Ranks report all payloads of the steps before `REPLAYED_STEP`, and none of later steps."""
     for rank, (_, sent, received, _) in enumerate(results):
         reports = [record.tree for record in sent if record.channel is Channel.SYNC_REPORT]
-        # Step and entries of each message with gradients.
+        # Step and table of each message with gradients.
         sent_early, received_early = (
             [
                 record.tree
@@ -210,7 +211,7 @@ def check_silence(results: list[Any]) -> None:
             continue
         ready = [row for kind, rows in reports for row in rows if kind == "ready"]
         assert sorted(row[1:4] for row in ready) == sorted(
-            [step, unit, part] for step, entries in sent_early for unit, part, _ in entries
+            [step, unit, part] for step, table in sent_early for unit, part, _ in unpacked(table)
         )
         kinds = Counter(kind for kind, _ in reports)
         assert kinds["arrived"] == len(received_early)

@@ -20,6 +20,7 @@ from lightning_dlres.gradsync.execute.unit_run import StepOptions, UnitRun, Unit
 from lightning_dlres.gradsync.plan.graph import parameter_server
 from lightning_dlres.gradsync.plan.units import SyncUnit
 from tests.gradsync.execute.test_broken_messages import lone_rank
+from tests.support.sync_tables import unpacked
 from tests.support.waiting import wait_until
 
 
@@ -107,7 +108,7 @@ def test_payloads_do_not_wait_for_an_entry_without_tasks(monkeypatch: pytest.Mon
         first_queue.put([])
         rank.start()
         wait_until(
-            lambda: sum(len(tree[1]) for _, _, tree in rank.mailbox.sent) == 2,
+            lambda: sum(len(unpacked(tree[1])) for _, _, tree in rank.mailbox.sent) == 2,
             "the payloads of both units are sent",
         )
         assert executor._computes.has_late_entry

@@ -131,7 +131,7 @@ def test_only_steps_that_all_ranks_recorded_count() -> None:
 def test_a_step_that_raised_does_not_count() -> None:
     spans = steps_of([one_f_one_b()] * 2)
     spans[0] = [
-        replace(s, args={**s.args, "error": "KeyError"}) if s.args.get("batch") == 1 else s
+        s._replace(args={**s.args, "error": "KeyError"}) if s.args.get("batch") == 1 else s
         for s in spans[0]
     ]
     assert [step.batch for step in measured_steps(TWO, spans)] == [0]
@@ -141,7 +141,7 @@ def test_the_second_pass_of_a_checked_step_counts() -> None:
     spans = steps_of([one_f_one_b()] * 5)
     # The pass of the check is earlier in the same step, and has a smaller number.
     check = Timeline((Activity("forward", 0, 0, 0, 0.0, 0.2),), 1.0, ((0.2, 0.0),), ())
-    late = [replace(s, start_ns=s.start_ns - 10**9) for s in spans[0] if s.args.get("batch") == 3]
+    late = [s._replace(start_ns=s.start_ns - 10**9) for s in spans[0] if s.args.get("batch") == 3]
     spans[0] = [s for s in spans[0] if s.args.get("batch") != 3] + late
     add_pass(spans, TWO, check, 1, 6, 100.0 + 36 - 0.9)
     message = span("send activation", "transfer", 135.3, 135.4, key="(0, 6)", peer=1)
@@ -226,7 +226,7 @@ def test_a_transfer_ends_when_the_receiver_has_the_message() -> None:
     # On a slow link the send ends when the message is in the sender's buffers. Also, the tracer of
     # the sender may have dropped a span that the receiver's still has.
     spans[1] = [
-        replace(s, end_ns=s.end_ns + 10**8) if s.name == "receive activation" else s
+        s._replace(end_ns=s.end_ns + 10**8) if s.name == "receive activation" else s
         for s in spans[1]
     ]
     spans[1].append(span("receive activation", "transfer", 1.0, 2.0, peer=0))
@@ -241,7 +241,7 @@ def test_the_key_of_a_message_determines_its_step() -> None:
 
     def delayed(s: Span) -> Span:
         late = s.args.get("key") == "(0, 1)" and s.name == "send gradient"
-        return replace(s, start_ns=113 * 10**9, end_ns=114 * 10**9) if late else s
+        return s._replace(start_ns=113 * 10**9, end_ns=114 * 10**9) if late else s
 
     spans[1] = [delayed(s) for s in spans[1]]
     first, second, _ = measured_steps(TWO, spans)
