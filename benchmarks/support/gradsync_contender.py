@@ -163,10 +163,10 @@ class Contender:
 def _batched(is_batched: bool) -> Iterator[None]:
     """Context manager in which our engine sends each payload as a message of its own, unless
     `is_batched`."""
-    before = transmitters.MESSAGE_BYTES, transmitters.COALESCE_BYTES
+    before = transmitters.MESSAGE_BYTES
     if not is_batched:
-        transmitters.MESSAGE_BYTES = transmitters.COALESCE_BYTES = 1
+        transmitters.MESSAGE_BYTES = 1
     try:
         yield
     finally:
-        transmitters.MESSAGE_BYTES, transmitters.COALESCE_BYTES = before
+        transmitters.MESSAGE_BYTES = before

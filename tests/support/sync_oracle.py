@@ -158,9 +158,15 @@ class _NaiveSimulation:
             else:
                 queue.tasks.append(position)
         queue.running = None
-        if waiting.items and (not (queue.tasks or queue.entries) or waiting.is_due()):
-            items: list[Any] = waiting.take()
-            self._send(rank, [item.run.position for item in items])
+        has_more = queue.entries or any(
+            self.tasks[p].kind is not TaskKind.DECODE for p in queue.tasks
+        )
+        if waiting.is_full() or not has_more:
+            self._send_waiting(rank)
+
+    def _send_waiting(self, rank: int) -> None:
+        items: list[Any] = self.waiting[rank].take()
+        self._send(rank, [item.run.position for item in items])
 
     def _ready_send(self, position: Position) -> ReadySend:
         nbytes = self.step.payload_bytes[position[1]]
@@ -196,6 +202,7 @@ class _NaiveSimulation:
         waits = [getattr(message, name) / rate for message, name, rate in rates]
         waits += [queue.left for queue in self.ranks if queue.running is not None]
         waits += [time - self.now for time, _, _ in self.starts[:1]]
+        waits += [waiting.seconds_left() for waiting in self.waiting]
         passed = min(waits)
         self.now += passed
         rest = passed * _EVENT_ROUNDING + self.now * _CLOCK_ROUNDING
@@ -209,6 +216,9 @@ class _NaiveSimulation:
                 queue.left -= passed
                 if queue.left <= rest:
                     self._complete(rank)
+        for rank, waiting in enumerate(self.waiting):
+            if waiting.seconds_left() <= rest:
+                self._send_waiting(rank)
         for message in list(self.messages):
             if message.has_left_links and not message.latency:
                 self._arrive(message)

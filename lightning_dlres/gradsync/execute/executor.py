@@ -106,6 +106,7 @@ class SyncExecutor:
         # Tasks and items that become ready together have one entry, which wakes the thread once.
         self._computes: queue.SimpleQueue[Sequence[Task] | None] = queue.SimpleQueue()
         self._transfers: queue.SimpleQueue[Sequence[TransferItem] | None] = queue.SimpleQueue()
+        self._waiting = WaitingSends()
         self._next_check = 0.0
         # Stream of the gradients' device, from the first gradients on.
         self._stream: DeviceStream | None = None
@@ -239,7 +240,6 @@ class SyncExecutor:
             self.fail(error)
 
     def _compute(self) -> None:
-        sends = WaitingSends()
         while (entry := self._computes.get()) is not None:
             tasks = deque(entry)
             while tasks:
@@ -252,16 +252,26 @@ class SyncExecutor:
                 ):
                     stream.wait(run.ready_mark)
                     run.compute(task)
+                is_first = False
                 for ready in self._finish([(run, position)]):
                     if _is_send(ready):
-                        sends.add(ReadySend(*ready))
+                        is_first |= self._waiting.add(ReadySend(*ready))
                     else:
                         tasks.append(ready)
-                if sends.items and sends.is_due():
-                    self._transfers.put(sends.take())
-            # Here, and not after the last task: an entry without tasks may come last.
-            if sends.items and self._computes.empty():
-                self._transfers.put(sends.take())
+                has_more = self._computes.qsize() or any(map(_leads_to_sends, tasks))
+                if self._waiting.is_full() or not has_more:
+                    self._send_waiting()
+                elif is_first:
+                    # An empty entry: from now on the thread of transfers watches the time.
+                    self._transfers.put([])
+            # An entry without tasks may come last.
+            if self._computes.empty():
+                self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Give the waiting payloads to the thread of transfers."""
+        if sends := self._waiting.take():
+            self._transfers.put(sends)
 
     def _transfer(self) -> None:
         while True:
@@ -275,12 +285,16 @@ class SyncExecutor:
                 self._send(destination, sends)
 
     def _next_items(self) -> Iterator[Sequence[TransferItem] | None]:
-        """Yield the entries of the queue of transfers; wait for the first one."""
+        """Yield the entries of the queue of transfers, and payloads that have waited long enough;
+        wait for the first one."""
+        longest = max(min(_POLL_SECONDS, self._waiting.seconds_left()), 0.0)
         try:
-            yield self._transfers.get(timeout=None if self._is_idle() else _POLL_SECONDS)
+            yield self._transfers.get(timeout=None if self._is_idle() else longest)
             while True:
                 yield self._transfers.get_nowait()
         except queue.Empty:
+            if self._waiting.seconds_left() <= 0:
+                yield self._waiting.take()
             self._check()
 
     def _is_idle(self) -> bool:
@@ -410,6 +424,11 @@ class SyncExecutor:
                 f"{self._names[self._rank]} waited {format_seconds(timeout)} for gradients from "
                 f"{peers}. Check that all ranks run the same model, or raise the timeout."
             )
+
+
+def _leads_to_sends(task: Task) -> bool:
+    run, position = task
+    return run.graph[position].kind.leads_to_sends
 
 
 def _is_send(task: Task) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -14,7 +15,6 @@ from lightning_dlres.gradsync.execute.coordination import CoordinatorLink, Learn
 from lightning_dlres.gradsync.execute.unit_run import UnitRun
 from lightning_dlres.gradsync.plan.graph import Part
 from lightning_dlres.gradsync.plan.transmissions import (
-    COALESCE_BYTES,
     COALESCE_SECONDS,
     MESSAGE_BYTES,
     Entry,
@@ -65,49 +65,49 @@ def sizes_of(sends: Sequence[ReadySend]) -> dict[str, int]:
 
 
 class WaitingSends:
-    """Ready payloads that the thread of compute tasks has not yet given to the thread of transfers.
+    """Ready payloads that wait for others, to share their messages.
 
-    The first payload to a rank never waits. Payloads that become ready within `COALESCE_SECONDS`
-    after a message to the rank wait for more of them, while there are other tasks and the payloads
-    have fewer than `COALESCE_BYTES`.
-    The link is busy then, and every message costs processor time on both sides.
+    Two threads share it. That of compute tasks adds payloads, and takes them when they fill a
+    message, or when it has no tasks that may lead to others. That of transfers takes them when the
+    oldest one has waited for `COALESCE_SECONDS`.
 
     Args:
         now: Function that returns the time in seconds.
-
-    Attributes:
-        items: The payloads.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.items: list[ReadySend] = []
-        self._now = now
+        self._now, self._lock = now, threading.Lock()
+        self._items: list[ReadySend] = []
         self._bytes: dict[int, int] = {}
-        # Time from which a payload to a rank need not wait.
-        self._due_times: dict[int, float] = defaultdict(lambda: -math.inf)
+        # Time up to which the oldest payload waits.
+        self._due_time = math.inf
 
-    def add(self, send: ReadySend) -> None:
-        """Add a payload."""
+    def add(self, send: ReadySend) -> bool:
+        """Add a payload; return True if it is the only one."""
         destination = send.destination
-        self.items.append(send)
-        self._bytes[destination] = self._bytes.get(destination, 0) + send.nbytes
+        with self._lock:
+            if not self._items:
+                self._due_time = self._now() + COALESCE_SECONDS
+            self._items.append(send)
+            self._bytes[destination] = self._bytes.get(destination, 0) + send.nbytes
+            return len(self._items) == 1
 
-    def is_due(self) -> bool:
-        """Return True if the payloads to some rank must not wait any longer."""
-        now = self._now()
-        return any(
-            nbytes >= COALESCE_BYTES or now >= self._due_times[destination]
-            for destination, nbytes in self._bytes.items()
-        )
+    def is_full(self) -> bool:
+        """Return True if the payloads to some rank fill a message."""
+        with self._lock:
+            return max(self._bytes.values(), default=0) >= MESSAGE_BYTES
+
+    def seconds_left(self) -> float:
+        """Return the seconds until the payloads are due; infinite without payloads."""
+        return self._due_time - self._now()
 
     def take(self) -> list[ReadySend]:
         """Remove and return the payloads to all ranks, in the order of `add`."""
-        until = self._now() + COALESCE_SECONDS
-        for destination in self._bytes:
-            self._due_times[destination] = until
-        items, self.items = self.items, []
-        self._bytes.clear()
-        return items
+        with self._lock:
+            items, self._items = self._items, []
+            self._bytes.clear()
+            self._due_time = math.inf
+            return items
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,11 @@ class TaskKind(Enum):
         """True if the task belongs to the queue of transfers."""
         return self in (TaskKind.SEND, TaskKind.RECEIVE)
 
+    @property
+    def leads_to_sends(self) -> bool:
+        """True if payloads to send may become ready after tasks of this kind."""
+        return self is not TaskKind.DECODE
+
 
 class Part(IntEnum):
     """Content of a transfer: a partial sum of the gradient, the sum for all ranks, or the gradient

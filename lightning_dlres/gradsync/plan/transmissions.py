@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 # message while the next one is on its way, and so large that the fixed time per message does not
 # matter.
 MESSAGE_BYTES = 256 << 10
-# Time window after a message to a rank, in seconds. Without a coordinator, further payloads to that
-# rank wait until its end, so that they share one message. They delay nothing on a slow link, which
-# is still busy, and little on a fast one.
-COALESCE_SECONDS = 0.003
-# Size in bytes at which payloads that wait for one rank are sent before the end of that window.
-COALESCE_BYTES = 128 << 10
+# Longest time that a ready payload waits, so that others share its message, in seconds. Payloads
+# wait only for compute tasks that may lead to others, and until those for one rank fill a message.
+# A message takes processor time on both sides, most of which does not depend on its size.
+COALESCE_SECONDS = 0.005
 
 
 # Step, number of the unit, and number of the `Part`.

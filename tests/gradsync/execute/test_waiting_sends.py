@@ -1,7 +1,8 @@
-"""Payloads wait for others only behind a payload to the same rank, and not for long."""
+"""Payloads wait for others, but not for long."""
 
 from __future__ import annotations
 
+import math
 import queue
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from lightning_dlres.gradsync.execute import transmitters
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.transmitters import (
-    COALESCE_BYTES,
     COALESCE_SECONDS,
+    MESSAGE_BYTES,
     ReadySend,
     WaitingSends,
 )
@@ -49,37 +50,33 @@ def send(destination: int, nbytes: int) -> ReadySend:
     return ReadySend(run, 1)
 
 
-def test_only_payloads_behind_another_one_to_their_rank_wait() -> None:
-    clock = Clock()
-    sends = WaitingSends(clock)
-    for destination in (0, 1):
-        sends.add(send(destination, 400))
-        assert sends.is_due()
-        assert [item.destination for item in sends.take()] == [destination]
-    sends.add(send(0, 400))
-    assert not sends.is_due()
-    sends.add(send(2, 400))
+def test_payloads_wait_up_to_a_size() -> None:
+    sends = WaitingSends(Clock())
+    assert not sends.is_full()
+    assert sends.add(send(0, MESSAGE_BYTES // 2))
+    assert not sends.add(send(2, MESSAGE_BYTES // 2))
+    assert not sends.is_full()
+    sends.add(send(0, MESSAGE_BYTES // 2))
+    assert sends.is_full()
     # All leave together.
-    assert sends.is_due()
-    assert [item.destination for item in sends.take()] == [0, 2]
-    assert not sends.items
+    assert [item.destination for item in sends.take()] == [0, 2, 0]
+    assert sends.take() == []
+    assert sends.add(send(0, MESSAGE_BYTES // 2))
+    assert not sends.is_full()
 
 
-def test_payloads_wait_up_to_a_time_or_a_size() -> None:
+def test_the_oldest_payload_waits_up_to_a_time() -> None:
     clock = Clock()
     sends = WaitingSends(clock)
-    sends.add(send(0, 400))
-    sends.take()
-    sends.add(send(0, COALESCE_BYTES // 2))
-    assert not sends.is_due()
-    sends.add(send(0, COALESCE_BYTES // 2))
-    assert sends.is_due()
-    assert len(sends.take()) == 2
-    sends.add(send(0, 400))
-    clock.now += COALESCE_SECONDS / 2
-    assert not sends.is_due()
-    clock.now += COALESCE_SECONDS
-    assert sends.is_due()
+    for _ in range(2):
+        assert sends.seconds_left() == math.inf
+        sends.add(send(0, 400))
+        clock.now += 0.6 * COALESCE_SECONDS
+        sends.add(send(1, 400))
+        assert sends.seconds_left() > 0
+        clock.now += 0.6 * COALESCE_SECONDS
+        assert sends.seconds_left() < 0
+        assert len(sends.take()) == 2
 
 
 class LateEntry(queue.SimpleQueue[Any]):
@@ -99,7 +96,7 @@ class LateEntry(queue.SimpleQueue[Any]):
 
 
 def test_payloads_do_not_wait_for_an_entry_without_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A payload behind another one then leaves only when the queue is empty.
+    # Payloads then leave only when the queue is empty.
     monkeypatch.setattr(transmitters, "COALESCE_SECONDS", 1e6)
     with lone_rank(rank=1) as rank:
         executor = rank.sync._executor

@@ -24,7 +24,6 @@ from lightning_dlres.gradsync.plan.plan import SyncPlan
 from lightning_dlres.gradsync.plan.simulation import sending
 from lightning_dlres.gradsync.plan.simulation.result import SimulatedSpan, SimulatedSync
 from lightning_dlres.gradsync.plan.simulation.sending import (
-    COALESCE_BYTES,
     COALESCE_SECONDS,
     CoordinatorCosts,
     HeldTransfers,
@@ -237,9 +236,11 @@ def test_latency_leaves_the_link_to_others() -> None:
     step = step_of("ps", [1, 1], bandwidths=[10.0] * 2, sizes=[300, 300], latency_seconds=1000.0)
     spans = simulate(step, is_traced=True).spans
     receives = [span for span in spans if span.name == "receive" and span.rank == 1]
-    assert [span.end for span in receives] == [ENCODE + 30, ENCODE + 60]
+    # The first payload waits for the second one, but not until that is encoded.
+    sent = ENCODE + COALESCE_SECONDS
+    assert [span.end for span in receives] == pytest.approx([sent + 30, sent + 60])
     merges = [span for span in spans if span.name == "merge" and span.peer == 0]
-    assert [span.start for span in merges] == [ENCODE + 1030, ENCODE + 1060]
+    assert [span.start for span in merges] == pytest.approx([sent + 1030, sent + 1060])
 
 
 # The naive simulator.
@@ -410,7 +411,7 @@ def _ready_send(transfer: Transfer) -> ReadySend:
     st.lists(
         st.tuples(
             st.integers(1, 3),
-            st.sampled_from([10, COALESCE_BYTES // 2, COALESCE_BYTES]),
+            st.sampled_from([10, MESSAGE_BYTES // 2, MESSAGE_BYTES]),
             st.sampled_from([0.0, COALESCE_SECONDS / 2, COALESCE_SECONDS]),
             st.booleans(),
         ),
@@ -423,13 +424,13 @@ def test_payloads_wait_as_in_the_executor(rows: list[tuple[int, int, float, bool
     for unit, (destination, nbytes, passed, is_last) in enumerate(rows):
         now += passed
         transfer = Transfer(0, destination, (0, unit, 0), nbytes)
-        held.add(transfer)
-        waiting.add(_ready_send(transfer))
-        assert held.is_due(now) == waiting.is_due()
-        if is_last or held.is_due(now):
+        is_first = held.add(transfer, now)
+        assert waiting.add(_ready_send(transfer)) == is_first
+        assert held.is_full() == waiting.is_full()
+        assert held.due_time - now == waiting.seconds_left()
+        if is_last or held.is_full() or now >= held.due_time:
             units = [send.run.unit.index for send in waiting.take()]
-            assert [taken.entry[1] for taken in held.take(now)] == units
-        assert len(held.items) == len(waiting.items)
+            assert [taken.entry[1] for taken in held.take()] == units
 
 
 def test_payloads_that_are_ready_together_share_a_message() -> None:

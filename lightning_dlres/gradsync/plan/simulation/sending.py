@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from lightning_dlres.gradsync.plan.simulation.clock import VirtualClock
 from lightning_dlres.gradsync.plan.simulation.links import MessageInFlight
 from lightning_dlres.gradsync.plan.transmissions import (
-    COALESCE_BYTES,
     COALESCE_SECONDS,
     MESSAGE_BYTES,
     Entry,
@@ -43,43 +42,42 @@ class CoordinatorCosts:
 
 
 class HeldTransfers:
-    """Ready payloads that a rank's compute thread has not yet given to its thread of transfers.
+    """Ready payloads of a rank that wait for others, to share their messages.
 
-    The first payload to a rank never waits. Payloads that become ready within `COALESCE_SECONDS`
-    after a message to the rank wait for more of them, while there are other tasks and the payloads
-    have fewer than `COALESCE_BYTES`.
+    While there are tasks that may lead to others, a payload waits up to `COALESCE_SECONDS`, until
+    those for one rank have `MESSAGE_BYTES`. All leave together then.
 
     Attributes:
         items: The payloads.
+        due_time: Time up to which the oldest payload waits, in seconds.
     """
 
-    __slots__ = ("_bytes", "_due_times", "items")
+    __slots__ = ("_bytes", "due_time", "items")
 
     def __init__(self) -> None:
         self.items: list[Transfer] = []
         self._bytes: dict[int, int] = {}
-        # Time from which a payload to a rank need not wait.
-        self._due_times: dict[int, float] = {}
+        self.due_time = math.inf
 
-    def add(self, transfer: Transfer) -> None:
-        """Add a payload."""
+    def add(self, transfer: Transfer, now: float) -> bool:
+        """Add a payload; return True if it is the only one."""
+        if not self.items:
+            self.due_time = now + COALESCE_SECONDS
         self.items.append(transfer)
         self._bytes[transfer.destination] = (
             self._bytes.get(transfer.destination, 0) + transfer.nbytes
         )
+        return len(self.items) == 1
 
-    def is_due(self, now: float) -> bool:
-        """Return True if the payloads must not wait any longer."""
-        return any(
-            nbytes >= COALESCE_BYTES or now >= self._due_times.get(destination, -math.inf)
-            for destination, nbytes in self._bytes.items()
-        )
+    def is_full(self) -> bool:
+        """Return True if the payloads to some rank fill a message."""
+        return max(self._bytes.values(), default=0) >= MESSAGE_BYTES
 
-    def take(self, now: float) -> list[Transfer]:
+    def take(self) -> list[Transfer]:
         """Remove and return all payloads."""
-        self._due_times.update(dict.fromkeys(self._bytes, now + COALESCE_SECONDS))
         items, self.items = self.items, []
         self._bytes.clear()
+        self.due_time = math.inf
         return items
 
 

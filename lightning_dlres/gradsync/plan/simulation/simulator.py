@@ -290,13 +290,23 @@ class _Simulation:
         thread = self._threads[rank]
         for ready in self._finish_tasks(rank, [task]):
             if _is_send(ready):
-                thread.sends.add(self._transfer(ready))
+                if thread.sends.add(self._transfer(ready), self._clock.now):
+                    self._clock.at(thread.sends.due_time, self._send_due, rank)
             else:
                 thread.tasks.append(ready)
-        is_last = not thread.tasks and not thread.entries
-        if thread.sends.items and (is_last or thread.sends.is_due(self._clock.now)):
-            self._ready[rank] += thread.sends.take(self._clock.now)
+        has_more = thread.entries or any(map(_leads_to_sends, thread.tasks))
+        if thread.sends.is_full() or not has_more:
+            self._send_waiting(rank)
         self._run_next(rank)
+
+    def _send_due(self, rank: int) -> None:
+        """Send the waiting payloads of a rank, unless they have left and others wait now."""
+        if self._clock.now >= self._threads[rank].sends.due_time:
+            self._send_waiting(rank)
+
+    def _send_waiting(self, rank: int) -> None:
+        if sends := self._threads[rank].sends.take():
+            self._ready[rank] += sends
 
     def _finish_tasks(self, rank: int, tasks: Iterable[UnitTask]) -> list[UnitTask]:
         """Mark tasks of a rank as done; return those that they make ready."""
@@ -351,6 +361,11 @@ class _Simulation:
                 peer,
             )
         )
+
+
+def _leads_to_sends(task: UnitTask) -> bool:
+    unit, position = task
+    return unit.table.graph[position].kind.leads_to_sends
 
 
 def _is_send(task: UnitTask) -> bool:
