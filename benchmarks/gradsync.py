@@ -1,7 +1,7 @@
 """Gradient synchronisation between hosts: our codecs against DistributedDataParallel and the hooks
 of PyTorch, in turns.
 
-    python -m benchmarks.gradsync           about 10 minutes
+    python -m benchmarks.gradsync           more than a quarter of an hour
     python -m benchmarks.gradsync --quick   few steps of a small model: the figures mean nothing
     python -m benchmarks.gradsync --slow --unshaped   only these parts
 

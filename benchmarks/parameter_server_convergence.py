@@ -1,6 +1,6 @@
 """Convergence of training with parameter servers, against training on the joint batch.
 
-    python -m benchmarks.parameter_server_convergence           about 10 minutes
+    python -m benchmarks.parameter_server_convergence           more than 10 minutes
     python -m benchmarks.parameter_server_convergence --quick   few steps: the figures mean little
 
 Four workers, threads of one process, train the models of benchmarks/convergence.py, with random

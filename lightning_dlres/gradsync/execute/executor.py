@@ -82,7 +82,7 @@ class SyncExecutor:
         expected: Unit and part of the payloads that each other rank sends to this one in a step.
         destinations: Ranks that this one sends to.
         coordinator: Link to the coordinator, which decides when a payload is sent. None sends
-            payloads as soon as they are ready.
+            payloads within milliseconds after they are ready.
         replay_from: First step that repeats the plan of the step before; None for no step.
 
     Attributes:
@@ -258,7 +258,7 @@ class SyncExecutor:
                         is_first |= self._waiting.add(ReadySend(*ready))
                     else:
                         tasks.append(ready)
-                has_more = self._computes.qsize() or any(map(_leads_to_sends, tasks))
+                has_more = not self._computes.empty() or any(map(_leads_to_sends, tasks))
                 if self._waiting.is_full() or not has_more:
                     self._send_waiting()
                 elif is_first:

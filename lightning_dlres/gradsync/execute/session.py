@@ -93,7 +93,7 @@ class SyncSession:
             codecs: Codecs of the plan by name, with equal options on all ranks.
             states: States of this rank's codecs.
             coordinator: "always" asks a coordinator on rank 0 when to send each payload; "replay"
-                repeats its plan from step `replay_from` on; "none" sends payloads at once.
+                repeats its plan from step `replay_from` on; "none" asks none.
             replay_from: First step that repeats the plan of the step before.
             keeps_previous: True copies the codecs' states before each step, so that it can be
                 undone.

@@ -72,9 +72,9 @@ class GradientSyncState:
         topology: "ps" (each rank is the parameter server of a part of the gradients), "ring", or
             "auto" for the one with the shorter predicted step.
         coordinator: "always" asks a coordinator on rank 0 when to send each payload; "replay"
-            learns its plan in a step and repeats it; "none" sends payloads as soon as they are
-            ready. "auto" tries "replay" and "none" at the start, and takes "replay" if it gains
-            more than 2 %.
+            learns its plan in a step and repeats it; "none" sends payloads within milliseconds
+            after they are ready. "auto" tries "replay" and "none" at the start, and takes "replay"
+            if it gains more than 2 %.
         transport: "gloo" sends messages over torch.distributed, and "zmq" over ZeroMQ, encrypted
             between hosts. "auto" takes "gloo".
         hierarchy: "auto" adds uncompressed gradients inside each host, and compresses only what

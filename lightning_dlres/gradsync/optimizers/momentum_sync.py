@@ -56,7 +56,7 @@ class MomentumSync:
         codec_options: Keyword arguments of the codec.
         topology: "ps" (parameter server) or "ring".
         coordinator: "always" asks a coordinator on rank 0 when to send each payload; "none" sends
-            payloads as soon as they are ready.
+            payloads within milliseconds after they are ready.
         min_bytes: Momenta with fewer bytes are not compressed.
         timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
         check: Called while waiting; raises if a rank is known to have failed.

@@ -82,8 +82,9 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         topology: "ps" (each rank is the parameter server of a part of the gradients), "ring", or
             "auto" for the one with the shorter predicted step.
         coordinator: "always" asks a coordinator on rank 0 when to send each payload; "replay"
-            learns its plan in a step and repeats it; "none" sends payloads as soon as they are
-            ready. "auto" tries both at the start, and takes "replay" if it gains more than 2 %.
+            learns its plan in a step and repeats it; "none" sends payloads within milliseconds
+            after they are ready. "auto" tries both at the start, and takes "replay" if it gains
+            more than 2 %.
         transport: "gloo", "zmq" (ZeroMQ, encrypted between hosts), or "auto" for "gloo".
         hierarchy: "auto" adds uncompressed gradients inside each host, and compresses only what
             travels between hosts. "off" lets each rank synchronise by itself.

@@ -106,7 +106,7 @@ def simulate(
     Args:
         step: Plan, costs, and times of the gradients.
         coordinator: "always" asks the coordinator when to send each payload; "replay" repeats the
-            order that it planned in an equal step before; "none" sends payloads at once.
+            order that it planned in an equal step before; "none" asks none.
         is_traced: True keeps the spans of all tasks and messages.
 
     Raises:
