@@ -140,7 +140,7 @@ def test_an_asynchronous_job_applies_each_push_once(seed: int, staleness: int | 
         assert network.most_ahead <= staleness + 1
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adamax])
 def test_one_push_of_each_worker_moves_as_far_as_one_joint_step(
     optimizer: type[torch.optim.Optimizer],
 ) -> None:

@@ -2,9 +2,7 @@
 
 - "bsp" (bulk synchronous): the pushes of all workers with one number are merged in the order of the
   workers, and their mean is one update. Runs therefore repeat bitwise.
-- "asp" (asynchronous): each push is an update of its own, with 1/workers of the learning rate. The
-  pushes of all workers then move a parameter about as far as their mean would, and decay weights
-  as much, also under optimizers such as Adam, which do not depend on the size of gradients.
+- "asp" (asynchronous): each push is an update of its own, see push_updates.
 - "ssp" (stale synchronous; Ho et al., 2013): as "asp", but the result of a worker's push is
   withheld while the worker is ahead of another by more than `staleness` pushes.
 """
@@ -200,12 +198,7 @@ class Asynchronous:
             state.add(push.data, push.codec, is_first=True)
             if push.clip_value:
                 state.gradient.clamp_(-push.clip_value, push.clip_value)
-            state.options = dict(push.options)
-            if "lr" in state.options:
-                state.options["lr"] /= len(state.applied)
-            else:
-                # An optimizer of the user's own.
-                state.gradient.div_(len(state.applied))
+            state.options = push.options
             state.require_unshared()
             self._update(state)
         state.applied[push.worker] += 1

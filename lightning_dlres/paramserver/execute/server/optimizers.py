@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_dlres.core.errors import ConfigError, ProtocolError, text_of
 from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.mirror.profile.history import PER_PARAMETER
+from lightning_dlres.paramserver.execute.server.push_updates import PushStep
 from lightning_dlres.paramserver.plan.keys import Key
 from lightning_dlres.paramserver.protocol import OptimizerSetup
 
@@ -144,18 +145,25 @@ class ServerOptimizers:
             self._checked[key.optimizer, options] = checked
         return checked
 
-    def update(self, key: Key, parameter: nn.Parameter, options: Mapping[str, Any]) -> None:
-        """Update a key's parameter, whose `grad` is the merged gradient.
+    def update(
+        self,
+        key: Key,
+        parameter: nn.Parameter,
+        options: Mapping[str, Any],
+        pushes_per_step: int = 1,
+    ) -> None:
+        """Update a key's parameter, whose `grad` is the merged gradient, and may be changed.
 
         Args:
             key: The key.
             parameter: Its parameter.
             options: Options from `checked`.
+            pushes_per_step: Number of workers if the gradient is that of one of them.
 
         Raises:
             ProtocolError: If the optimizer fails; the parameter is then in any state.
         """
-        self._step(self._of(key), key, parameter, options)
+        self._step(self._of(key), key, parameter, options, pushes_per_step)
 
     def state(self, key: Key, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the state of a key: tensors and numbers by name; empty before the first update."""
@@ -191,19 +199,28 @@ class ServerOptimizers:
         probe.grad = torch.zeros_like(parameter)
         options = _checked_options(optimizer, self._setups[key.optimizer].groups[key.group])
         try:
-            self._step(optimizer, key, probe, options)
+            self._step(optimizer, key, probe, options, 1)
         finally:
             state = optimizer.state.pop(probe, {})
         return dict(state)
 
     @staticmethod
     def _step(
-        optimizer: Optimizer, key: Key, parameter: nn.Parameter, options: Mapping[str, Any]
+        optimizer: Optimizer,
+        key: Key,
+        parameter: nn.Parameter,
+        options: Mapping[str, Any],
+        pushes: int,
     ) -> None:
         groups = optimizer.param_groups
-        optimizer.param_groups = [{**optimizer.defaults, **options, "params": [parameter]}]
         try:
+            step = PushStep(type(optimizer), {**optimizer.defaults, **options}, pushes)
+            optimizer.param_groups = [{**step.options, "params": [parameter]}]
+            with torch.no_grad():
+                step.before(parameter)
             optimizer.step()
+            with torch.no_grad():
+                step.after(parameter, optimizer.state[parameter])
         except Exception as error:  # An optimizer may raise anything for options that it accepted.
             raise ProtocolError(
                 f"{type(optimizer).__name__} failed at {key}: {type(error).__name__}: "

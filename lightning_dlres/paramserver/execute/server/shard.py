@@ -86,6 +86,7 @@ class Shard:
             key.index: codec_of(key, codec) for key in setup.keys
         }
         self._consistency: Synchronous | Asynchronous
+        self._pushes_per_step = 1 if setup.consistency == BSP else setup.workers
         if setup.consistency == BSP:
             nbytes = sum(key.nbytes for key in setup.keys)
             pending = max(_LEAST_PENDING_BYTES, nbytes // _PENDING_DIVISOR)
@@ -255,7 +256,9 @@ class Shard:
     def _update(self, state: KeyState) -> None:
         state.parameter.grad = state.gradient
         try:
-            self._optimizers.update(state.key, state.parameter, state.options)
+            self._optimizers.update(
+                state.key, state.parameter, state.options, self._pushes_per_step
+            )
         except ProtocolError as error:
             # The parameter may have changed in part: do not send it, or put it in a snapshot.
             self.failure = str(error)
