@@ -25,11 +25,6 @@ MERGEABLE: dict[Any, str] = {
 }
 
 
-# The method of nn.Module that runs the hooks and `forward`. Replacing only `forward` of a module
-# would let hooks see placeholders for tensors. `__call__` cannot be replaced on an instance.
-CALL = "_call_impl"
-
-
 # Lightning wraps the batch sampler of a predict loader in this class. It reads the sampled indices
 # from the wrapper for `BasePredictionWriter`. There is no public way to wrap or to read.
 INDEX_SAMPLER = _IndexBatchSamplerWrapper

@@ -150,6 +150,11 @@ def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
             yield value.untyped_storage()
 
 
+# The method of nn.Module that runs the hooks and `forward`. Replacing only `forward` of a module
+# would let hooks see placeholders for tensors. `__call__` cannot be replaced on an instance.
+CALL = "_call_impl"
+
+
 def fake_tensor_mode() -> AbstractContextManager[Any]:
     """Context manager in which operations return FakeTensors, which have no memory and no values.
 

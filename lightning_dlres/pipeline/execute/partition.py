@@ -34,11 +34,17 @@ class ModelLayers:
         root: The whole model; it may have parameters outside of the layers.
         names: Name of each layer within the root, as in its state dict.
         modules: The layers.
+        container: Name of the module that the layers are parts of; None: that around the layers'
+            names, or the layer itself if there is one only.
+        shared: For each layer, trainable parameters that it uses beside those of its module; empty
+            if there are none.
     """
 
     root: nn.Module
     names: tuple[str, ...]
     modules: tuple[nn.Module, ...]
+    container: str | None = None
+    shared: tuple[tuple[nn.Parameter, ...], ...] = ()
 
     def layer_of(self, name: str) -> int | None:
         """Return the index of the layer to which a parameter, buffer or state dict key belongs;
@@ -58,6 +64,7 @@ class ModelLayers:
         """Layer of each module, by any of the module's names."""
         # A single layer is its own container.
         path = self.names[0].rpartition(".")[0] if len(self.names) > 1 else self.names[0]
+        path = path if self.container is None else self.container
         container = self.root.get_submodule(path)
         named = dict(self.root.named_modules(remove_duplicate=False))
         prefixes = [name for name, module in named.items() if module is container]
@@ -121,13 +128,24 @@ class ModelLayers:
             layer = self.layer_of(name)
             holders = range(plan.stages) if layer is None else (plan.stage_of(layer),)
             stages.setdefault(parameter, set()).update(holders)
+        for layer, parameters in enumerate(self.shared):
+            for parameter in parameters:
+                stages[parameter].add(plan.stage_of(layer))
         return {parameter: tuple(sorted(holders)) for parameter, holders in stages.items()}
 
     def trainable(self, layers: Sequence[int]) -> list[list[nn.Parameter]]:
         """Return, for each of these layers, its parameters that need a gradient."""
         return [
-            [p for p in self.modules[layer].parameters() if p.requires_grad] for layer in layers
+            [
+                p
+                for p in dict.fromkeys((*self.modules[layer].parameters(), *self._shared(layer)))
+                if p.requires_grad
+            ]
+            for layer in layers
         ]
+
+    def _shared(self, layer: int) -> tuple[nn.Parameter, ...]:
+        return self.shared[layer] if self.shared else ()
 
     def non_pipelined_parameters(self) -> list[nn.Parameter]:
         """Return the trainable parameters that the user's step may use outside of the layers."""

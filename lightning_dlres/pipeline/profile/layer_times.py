@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.rng import forked
-from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of
+from lightning_dlres.core.wire.tree import Structure, Tree, flatten, map_tensors, tensors_of
 from lightning_dlres.pipeline.profile.cpu_cache import FLUSH_BYTES
 from lightning_dlres.pipeline.profile.layer_sizes import (
     Bind,
@@ -378,8 +378,17 @@ def _kind_key(module: nn.Module, inputs: Tree) -> Any:
         (name, tuple(t.shape), t.dtype, t.requires_grad)
         for name, t in (*module.named_parameters(), *module.named_buffers())
     )
-    shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_of(inputs))
-    return modules, weights, shapes
+    structure, tensors = flatten(inputs)
+    shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+    # Layers of a captured module take a description of what has run before: none is like another.
+    described = next((leaf for leaf in _children(structure) if isinstance(leaf, bytes)), None)
+    return modules, weights, shapes, described
+
+
+def _children(structure: Structure) -> list[Any]:
+    """Return the plain values of the direct children of a tree's root."""
+    tag, content = structure[0], structure[1]
+    return [child[1] for child in content if child[0] == "v"] if tag == "u" else []
 
 
 def _module_copy(module: nn.Module, device: torch.device) -> nn.Module:

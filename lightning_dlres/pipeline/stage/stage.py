@@ -30,6 +30,9 @@ from lightning_dlres.pipeline.stage.buffer_states import (
 )
 
 Layer = Callable[[Tree], Tree]
+# Runs layers, given as their range in the whole model, on an input tree. It calls the function with
+# the index of each layer before it runs.
+Chain = Callable[[range, Tree, Callable[[int], None]], Tree]
 Gradients = dict[nn.Parameter, Tensor]
 
 
@@ -85,6 +88,7 @@ class Stage:
         context: Factory of the context manager around every forward, such as autocast.
         recomputed: Modules of the recomputed layers, by position in this stage.
         by_layer: True makes every layer a run, so that `backward` calls `layer_done` after each.
+        chain: Runs several layers at once; None runs them one after the other.
     """
 
     def __init__(
@@ -97,8 +101,9 @@ class Stage:
         context: Callable[[], AbstractContextManager[Any]],
         recomputed: Mapping[int, nn.Module] | None = None,
         by_layer: bool = False,
+        chain: Chain | None = None,
     ) -> None:
-        self._layers = layers
+        self._layers, self._chain = layers, chain
         self._first_layer = first_layer
         self.device = device
         self._context = context
@@ -217,6 +222,13 @@ class Stage:
         # Derive all seeds first. Between two layers it is slower, since the layer has pushed the
         # code for it out of the processor's caches.
         first = self._first_layer
+        if self._chain is not None:
+            indices = range(first + run.start, first + run.stop)
+
+            def begin(layer: int) -> None:
+                seed_device(derive_seed(seed, microbatch, layer), self.device)
+
+            return self._chain(indices, inputs, begin)
         seeds = [derive_seed(seed, microbatch, first + position) for position in run]
         for position, layer_seed in zip(run, seeds, strict=True):
             seed_device(layer_seed, self.device)

@@ -114,7 +114,7 @@ class Deployment:
             UnsupportedStepError: If the step uses a tensor that a layer made, other than the
                 module's output.
         """
-        module, layers, device = context.module, context.pipelined.layers, context.device
+        module, device = context.module, context.device
         was_partitioned = module in _LEFT_PARTITIONED
         planner = RunPlanner(
             context=context,
@@ -125,7 +125,7 @@ class Deployment:
             keeps_placement=was_partitioned,
         )
         planned = planner.plan(trainer, previous)
-        plan, mailbox = planned.plan, connection.mailbox
+        plan, mailbox, layers = planned.plan, connection.mailbox, context.pipelined.layers
         if plan != previous:
             rank_zero_info(f"\n{plan.table()}\n{plan.prediction()}")
         connection.rename([plan.rank_name(rank) for rank in range(connection.world_size)])

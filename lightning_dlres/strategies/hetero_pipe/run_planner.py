@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
-from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.core.wire.tree import Tree, map_tensors
+from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.plan.planner import (
     adopt_plan,
@@ -32,7 +33,10 @@ from lightning_dlres.strategies.hetero_pipe.data.profile_samples import read_sam
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
 from lightning_dlres.strategies.hetero_pipe.profiled_model import gradient_copies, profiled_model
 from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import untracked_state_warning
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import require_layers
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
+    PipelinedModule,
+    require_layers,
+)
 from lightning_dlres.strategies.hetero_pipe.step.user_step import StepContext
 
 
@@ -77,8 +81,16 @@ class RunPlanner:
         self._context, self._options, self._connection = context, options, connection
         self._optimizers = optimizers
         self._model_is_whole, self._keeps_placement = model_is_whole, keeps_placement
-        self._pipelined = context.pipelined
-        self._layers = context.pipelined.layers
+        # Why the pipelined module could not be cut; empty if it was not tried, or could.
+        self._uncut_reason = ""
+
+    @property
+    def _pipelined(self) -> PipelinedModule:
+        return self._context.pipelined
+
+    @property
+    def _layers(self) -> ModelLayers:
+        return self._context.pipelined.layers
 
     @property
     def _module(self) -> LightningModule:
@@ -103,12 +115,33 @@ class RunPlanner:
         is_pipelined = not self._options.is_plain_training(world_size)
         needs_samples = fitting and is_pipelined and (self._model_is_whole or will_measure)
         samples = self._read_samples(trainer) if needs_samples else None
+        if samples is not None and self._model_is_whole:
+            self._capture(samples)
         plan = self._make_plan(trainer, previous, samples)
         if samples is None or not self._model_is_whole:
             return PlannedRun(plan=plan)
         # The trial step comes last. The user's hooks may have saved tensors while layers were
         # measured. The trial makes the hooks save new tensors, whose later use is detected.
         return PlannedRun(plan=plan, written_in_forward=self._try_step(samples))
+
+    def _capture(self, samples: ProfileSamples) -> None:
+        """Cut the pipelined module into layers, unless it has layers of its own.
+
+        A module that cannot be cut stays one layer: replicas of one stage can train it.
+        """
+        homes = {p.device for p in self._pipelined.module.parameters()}
+        inputs = samples.inputs[0]
+        if len(homes) == 1:
+            home = homes.pop()
+            inputs = map_tensors(lambda tensor: tensor.to(home), inputs)
+        try:
+            pipelined = self._pipelined.captured_on(self._module, inputs)
+        except Exception as error:
+            # The module's code may raise anything.
+            is_ours = isinstance(error, UnsupportedStepError)
+            self._uncut_reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        else:
+            self._context.pipeline(pipelined)
 
     def _make_plan(
         self, trainer: Trainer, previous: PipelinePlan | None, samples: ProfileSamples | None
@@ -126,10 +159,12 @@ class RunPlanner:
         profile = None
         if samples is not None and world_size > 1:
             stages = len(replicas[0]) if options.fixed_replicas else options.fixed_stages
-            require_layers(self._pipelined, stages or stage_counts(world_size)[0])
+            require_layers(
+                self._pipelined, stages or stage_counts(world_size)[0], self._uncut_reason
+            )
             profile = self._profile(trainer, samples)
         if profile is None:
-            require_layers(self._pipelined, len(replicas[0]))
+            require_layers(self._pipelined, len(replicas[0]), self._uncut_reason)
             return unmeasured_plan(self._unmeasured_layers(), replicas)
         return self._search(profile)
 

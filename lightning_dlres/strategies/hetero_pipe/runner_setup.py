@@ -117,6 +117,7 @@ def make_runner(
                 if layer in plan.recompute
             },
             by_layer=len(plan.replicas) > 1,
+            chain=context.pipelined.chain,
         ),
         non_pipelined=non_pipelined,
         sync=make_sync(trainable, non_pipelined),

@@ -186,6 +186,7 @@ class StepRunner:
         with torch.no_grad(), self.runtime.explaining(reason):
             output = self.runtime.forward(inputs, seed, fingerprint, place=place)
         output = map_tensors(lambda t: t.to(self.context.device), output)
+        output = self.context.pipelined.output(output)
         requires_gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if not requires_gradients:
             return output

@@ -294,9 +294,13 @@ class HeteroPipeStrategy(PartitionedStrategy):
 
     def _make_step_context(self) -> StepContext:
         module = self._module
+        pipelined = find_pipelined_module(module, self._options.module)
+        if self._deployment is not None:
+            # A module that was cut for `fit` is cut alike for `test`.
+            pipelined = pipelined.cut_like(self._deployment.context.pipelined)
         return StepContext(
             module,
-            find_pipelined_module(module, self._options.module),
+            pipelined,
             MetricStates(module),
             self.root_device,
             lambda: self._precision_context(),

@@ -69,6 +69,24 @@ class WithOwnForward(Classifier):
         chain.forward = lambda x: 2.0 * nn.Sequential(*chain)(x)
 
 
+class Twice(nn.Module):
+    """Module that calls its only submodule twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).tanh())
+
+
+class WithTwice(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = Twice()
+
+
 class Recurrent(nn.Module):
     """GRU over the features of a sample; its second matrix has weight normalisation."""
 
@@ -129,34 +147,34 @@ KINDS = {
     "subclass": Case(lambda: Kind(Named)),
     "list": Case(lambda: Kind(SelfCalling)),
 }
-# A single layer can be trained by several replicas, but not cut into several stages.
+OWN_FORWARD = {
+    "residual": lambda: Kind(Residual),
+    "own forward": WithOwnForward,
+}
+# Modules with a forward of their own are cut where they call their submodules.
+CUT = {name: Case(make, options={"plan": None}) for name, make in OWN_FORWARD.items()}
+# A module that cannot be cut can be trained by several replicas of one stage.
 WHOLE: dict[str, Case] = {
     name: Case(make, options={"stages": 1, "plan": None})
-    for name, make in (("residual", lambda: Kind(Residual)), ("own forward", WithOwnForward))
+    for name, make in {**OWN_FORWARD, "twice": lambda: WithTwice()}.items()
 }
 
 
-def compare(context: RankContext) -> tuple[dict[str, list[str]], dict[str, list[str]], list[str]]:
-    kinds, whole = differences_in(context, KINDS), differences_in(context, WHOLE)
-    messages = []
-    for case in WHOLE.values():
-        with pytest.raises(ConfigError) as error:
-            fit(context, Case(case.make, options={"plan": None}))
-        messages.append(str(error.value))
-    return kinds, whole, messages
+def compare(context: RankContext) -> tuple[dict[str, list[str]], dict[str, list[str]], str]:
+    kinds, whole = differences_in(context, {**KINDS, **CUT}), differences_in(context, WHOLE)
+    with pytest.raises(ConfigError) as error:
+        fit(context, Case(WithTwice, options={"plan": None}))
+    return kinds, whole, str(error.value)
 
 
-def test_chains_and_recurrent_layers_are_cut_but_not_a_module_with_its_own_forward(
+def test_chains_and_own_forwards_are_cut_but_not_a_module_that_calls_one_layer_twice(
     pool: RankPool,
 ) -> None:
-    for kinds, whole, messages in pool.run(compare, 2):
-        assert kinds == no_differences_in(KINDS)[0]
+    for kinds, whole, message in pool.run(compare, 2):
+        assert kinds == no_differences_in({**KINDS, **CUT})[0]
         assert whole == no_differences_in(WHOLE)[0]
-        for message in messages:
-            assert (
-                "an nn.Sequential with a forward of its own) must have at least one layer"
-                in message
-            )
+        assert "(Twice) must have at least one layer for each of the 2 stages, got 1" in message
+        assert "cannot be cut: layer is called twice" in message
 
 
 class CallsOutside(Classifier):

@@ -128,7 +128,8 @@ class _LocalLayers:
                 self._inspection.layers[name] = reasons
             inputs = map_tensors(self._as_stage_input, output)
         home = homes.pop() if len(homes) == 1 else self._context.device
-        return map_tensors(lambda t: t.detach().to(home).requires_grad_(t.requires_grad), inputs)
+        output = pipelined.output(inputs)
+        return map_tensors(lambda t: t.detach().to(home).requires_grad_(t.requires_grad), output)
 
     @contextmanager
     def attributes_restored(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric, MetricCollection
 
-from lightning_dlres import _compat
+from lightning_dlres.core import _compat
 from lightning_dlres.core.wire.payload import as_bytes
 from lightning_dlres.pipeline.execute.digest import digest
 

@@ -4,7 +4,9 @@ Three kinds of module can be pipelined:
 
 - an `nn.Sequential`, whose children are the layers,
 - an `nn.ModuleList` whose members user code calls one after the other, and
-- any other single module, as one layer. An `nn.Sequential` with a `forward` of its own is one, too.
+- any other module, whose own code is cut into layers where it calls its submodules (see
+  `pipeline.capture`). An `nn.Sequential` with a `forward` of its own is one, too. Where that is
+  not possible, the module is one layer.
 
 The `forward` of an `nn.Sequential` or a single module is replaced, so that the user's hooks on it
 still fire. In an `nn.ModuleList` the calls of the members are replaced, hooks included: the hooks
@@ -13,18 +15,20 @@ fire only on the stage that runs the member.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from lightning_dlres import _compat
+from lightning_dlres.core import _compat
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.pipeline.capture.captured import CapturedModule, capture
 from lightning_dlres.pipeline.execute.partition import ModelLayers
-from lightning_dlres.pipeline.stage.stage import Layer
+from lightning_dlres.pipeline.stage.stage import Chain, Layer
 from lightning_dlres.strategies.hetero_pipe.step.module_list import list_forwards
 
 # Takes the inputs of the module's call as one tree, and returns the module's output.
@@ -39,11 +43,14 @@ class PipelinedModule:
         path: Name of the module in the LightningModule.
         module: The module.
         layers: Its layers, with their names in the LightningModule.
+        captured: The module's own code, cut into layers; None before `captured_on`, and for modules
+            that have layers of their own.
     """
 
     path: str
     module: nn.Module
     layers: ModelLayers
+    captured: CapturedModule | None = None
 
     def bind(self, index: int, module: nn.Module) -> Layer:
         """Return a layer as a function from its input tree to its output tree.
@@ -52,11 +59,53 @@ class PipelinedModule:
             index: Index of the layer.
             module: The layer, or a copy of it.
         """
+        if self.captured is not None:
+            return _CapturedLayer(self.captured, index, module)
         if is_plain_sequential(self.module):
             return module
         if isinstance(self.module, nn.ModuleList):
             return _ListMember(module, is_last=index == len(self.layers.modules) - 1)
         return _SingleLayer(module)
+
+    @property
+    def chain(self) -> Chain | None:
+        """Function that runs several layers at once; None without one."""
+        return None if self.captured is None else partial(_run_captured, self.captured)
+
+    def output(self, crossing: Tree) -> Tree:
+        """Return the output of the module's call, given that of the last layer.
+
+        A captured module runs its own code after its last layer, such as a loss of its own, on what
+        the layer has returned. Any module returns the output of its last layer.
+        """
+        if self.captured is None:
+            return crossing
+        with _original_forward([self.module], "forward"):
+            return self.captured.output(crossing)
+
+    def captured_on(self, root: nn.Module, inputs: Tree) -> PipelinedModule:
+        """Return this module cut into layers, if it has none yet; it runs a few times.
+
+        Args:
+            root: The LightningModule.
+            inputs: (args, kwargs) of a call of the module.
+
+        Raises:
+            UnsupportedStepError: If the module cannot be cut.
+        """
+        if self.captured is not None or _has_several_layers(self.module):
+            return self
+        with _original_forward([self.module], "forward"):
+            captured = capture(self.module, inputs)
+        names = tuple(f"{self.path}.{name}" for name in captured.names)
+        layers = ModelLayers(
+            root, names, captured.blocks, container=self.path, shared=captured.shared_parameters
+        )
+        return replace(self, layers=layers, captured=captured)
+
+    def cut_like(self, other: PipelinedModule) -> PipelinedModule:
+        """Return this module with the layers of another one, if that is the same module."""
+        return other if other.module is self.module and other.path == self.path else self
 
     @contextmanager
     def intercepted(self, handler: Handler) -> Iterator[None]:
@@ -153,8 +202,13 @@ def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
     return PipelinedModule(path, module, ModelLayers(root, tuple(layers), tuple(layers.values())))
 
 
-def require_layers(pipelined: PipelinedModule, stages: int) -> None:
+def require_layers(pipelined: PipelinedModule, stages: int, uncut_reason: str = "") -> None:
     """Check that every stage can get a layer.
+
+    Args:
+        pipelined: The module.
+        stages: Number of stages.
+        uncut_reason: Why the module's own code could not be cut; empty if that was not tried.
 
     Raises:
         ConfigError: If there are fewer layers than stages.
@@ -166,10 +220,11 @@ def require_layers(pipelined: PipelinedModule, stages: int) -> None:
             pipelined.module
         ):
             kind += ", an nn.Sequential with a forward of its own"
+        uncut = f" Its code could not be cut into layers: {uncut_reason}" if uncut_reason else ""
         raise ConfigError(
             f"The pipelined module {pipelined.path!r} ({kind}) must have at least one layer for "
-            f"each of the {stages} stages, got {count} layer{'s' if count != 1 else ''}. Use "
-            f"devices={count}, HeteroPipeStrategy(stages={count}), or put more layers into one "
+            f"each of the {stages} stages, got {count} layer{'s' if count != 1 else ''}.{uncut} "
+            f"Use devices={count}, HeteroPipeStrategy(stages={count}), or put more layers into one "
             "nn.Sequential."
         )
 
@@ -189,7 +244,8 @@ def _only_candidate(root: nn.Module) -> str:
     children = [(name, m) for name, m in root.named_children() if any(True for _ in m.parameters())]
     if len(outermost) == 1:
         return outermost[0][0]
-    if not outermost and len(children) == 1:
+    if len(children) == 1:
+        # Its own code is cut into layers.
         return children[0][0]
     names = [name for name, _ in (outermost or children)]
     rule = "module must be the name of the module to cut into stages, got None"
@@ -286,6 +342,29 @@ class _SingleLayer:
         args, kwargs = inputs
         with _original_forward([self._module], _forward_attribute(self._module)):
             return self._module(*args, **kwargs)
+
+
+def _run_captured(
+    captured: CapturedModule,
+    layers: range,
+    inputs: Tree,
+    before_layer: Callable[[int], None] = lambda layer: None,
+    copies: Mapping[int, nn.Module] | None = None,
+) -> Tree:
+    with _original_forward([captured.module], "forward"):
+        return captured.run(layers, inputs, before_layer=before_layer, copies=copies)
+
+
+class _CapturedLayer:
+    """A layer of a captured module, or a copy of it."""
+
+    def __init__(self, captured: CapturedModule, index: int, module: nn.Module) -> None:
+        self._captured, self._index, self._module = captured, index, module
+
+    def __call__(self, inputs: Tree) -> Tree:
+        index = self._index
+        copies = {} if self._module is self._captured.blocks[index] else {index: self._module}
+        return _run_captured(self._captured, range(index, index + 1), inputs, copies=copies)
 
 
 class _ListMember:

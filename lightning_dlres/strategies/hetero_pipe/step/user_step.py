@@ -82,7 +82,12 @@ class StepContext:
     layer_tensors: LayerTensors = field(default_factory=LayerTensors)
 
     def __post_init__(self) -> None:
-        layers = self.pipelined.layers
+        self.pipeline(self.pipelined)
+
+    def pipeline(self, pipelined: PipelinedModule) -> None:
+        """Set the module that is cut into stages, with other layers than before."""
+        self.pipelined = pipelined
+        layers = pipelined.layers
         trainer = self.module.trainer
         shared = (module for _, module in layers.non_pipelined_modules())
         self.settings = LayerSettings(self.module, layers.modules, shared)
@@ -233,7 +238,7 @@ class LightningStep:
         with self.effects.isolated(context.layer_tensors, shows_logging=shows_logging) as run:
             with (
                 self._user_code(guard),
-                self._module_returns(lambda inputs: output, guard),
+                self._module_returns(lambda inputs: context.pipelined.output(output), guard),
                 # In a real step the first run is enough to notice a change of settings. A trial
                 # goes on after a change, so it undoes the changes of every run.
                 self._layer_settings_restored() if self.is_trial or is_first_run else nullcontext(),

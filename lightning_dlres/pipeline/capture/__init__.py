@@ -1,0 +1,1 @@
+"""Capture: any module as a chain of layers, by running its own code on every stage."""

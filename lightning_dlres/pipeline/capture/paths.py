@@ -1,0 +1,58 @@
+"""Paths of a forward: its code may decide by the values of tensors, such as those of a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.pipeline.capture.trace import Boundary, Trace
+
+Decisions = tuple[Any, ...]
+
+
+class Paths:
+    """Traces of a forward by its decisions.
+
+    All stages find the same trace for the same decisions, whatever they have seen before.
+
+    Args:
+        first: Trace of a real run.
+        record: Returns the trace of a run without data that begins with given decisions.
+    """
+
+    def __init__(self, first: Trace, record: Callable[[Decisions], Trace]) -> None:
+        self._first, self._record = first, record
+        self._traces: dict[Decisions, Trace] = {}
+        self._boundaries: dict[tuple[int, int], Boundary] = {}
+
+    def trace(self, decisions: Decisions) -> Trace:
+        """Return a trace that begins with these decisions."""
+        if _begins_with(self._first, decisions):
+            return self._first
+        if decisions not in self._traces:
+            trace = self._record(decisions)
+            if not _begins_with(trace, decisions):
+                raise UnsupportedStepError("A forward made other decisions than before.")
+            self._traces[decisions] = trace
+        return self._traces[decisions]
+
+    def boundary(self, trace: Trace, layer: int) -> Boundary:
+        """Return what crosses to a layer.
+
+        Raises:
+            UnsupportedStepError: If the forward cannot be cut before the layer.
+        """
+        key = id(trace), layer
+        if key not in self._boundaries:
+            boundary = trace.boundary(layer)
+            if isinstance(boundary, str):
+                raise UnsupportedStepError(
+                    f"The forward cannot be cut at layer {layer}: {boundary}."
+                )
+            self._boundaries[key] = boundary
+        return self._boundaries[key]
+
+
+def _begins_with(trace: Trace, decisions: Decisions) -> bool:
+    return trace.decisions[: len(decisions)] == decisions

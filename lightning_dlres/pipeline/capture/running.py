@@ -1,0 +1,335 @@
+"""Running some consecutive layers of a captured module, with the module's own code."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.core._compat import fake_tensor_mode
+from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.core.wire.tree import Tree, flatten, unflatten
+from lightning_dlres.pipeline.capture.glue_mode import GlueMode
+from lightning_dlres.pipeline.capture.paths import Decisions, Paths
+from lightning_dlres.pipeline.capture.recording import (
+    calls_replaced,
+    is_decision,
+    operation_name,
+    original_call,
+    plain,
+)
+from lightning_dlres.pipeline.capture.skeleton import Skeleton, meta_of, placeholder
+from lightning_dlres.pipeline.capture.tensors import replaced, tensors_in
+from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Boundary, Event, Value
+
+# Stands for the number of samples, so that micro-batches of all sizes have the same skeletons.
+_SAMPLES = -1
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """What a stage knows of the layers before, beside tensors.
+
+    Attributes:
+        sample_value: Index of a tensor whose first dimension is the number of samples; -1 if there
+            is none.
+        skeletons: Skeletons of the module's inputs and of the outputs of blocks, in order.
+        decisions: Decisions so far; None after the last layer, where they are made again: for a
+            batch that is joined of micro-batches they may be others.
+        values: After the last layer, the values that are sent; else those of the boundary.
+    """
+
+    sample_value: int
+    skeletons: list[Skeleton]
+    decisions: list[Any] | None
+    values: list[tuple[str, int, int]] | None
+
+
+class _Stop(BaseException):
+    """Signal that the last layer has run."""
+
+
+class _OtherDecision(BaseException):
+    """Signal that the module's code has made another decision than in the trace."""
+
+
+class SegmentRun(GlueMode):
+    """One run of consecutive layers.
+
+    Args:
+        module: The module.
+        blocks: Blocks by layer.
+        paths: Traces of the module's forward.
+        copies: Modules that run in the place of blocks, by layer.
+        layers: Layers that run; empty and beyond the last one for the glue after all blocks.
+        device: Device of the layers.
+        before_layer: Called with the index of a layer before it runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[nn.Module],
+        paths: Paths,
+        *,
+        copies: Mapping[int, nn.Module],
+        layers: range,
+        device: torch.device,
+        before_layer: Callable[[int], None],
+    ) -> None:
+        super().__init__()
+        self._module, self._blocks, self._paths = module, blocks, paths
+        self._copies, self._layers, self._device = copies, layers, device
+        self._before_layer = before_layer
+        self._fakes = fake_tensor_mode()
+        # True for the glue after all blocks, which ends with the module's output.
+        self._is_last = not layers
+        # Values that have arrived, and those that may be sent.
+        self._received: dict[Value, Tensor] = {}
+        self._produced: dict[Value, Tensor] = {}
+        self._decisions: list[Any] = []
+        self._known_decisions: Decisions = ()
+        self._skeletons: list[Skeleton] = []
+
+    def run(self, inputs: Tree) -> Tree:
+        """Run the layers.
+
+        Args:
+            inputs: Positional and keyword arguments of the module's call for the first layer, else
+                what the layers before have returned.
+
+        Returns:
+            What crosses to the next layer, or the module's output.
+        """
+        if self._layers.start == 0:
+            args, kwargs = inputs
+            self._take_path(())
+            self._note(INPUT, 0, inputs)
+            return self._run(args, kwargs)
+        header, *tensors = inputs
+        self._receive(msgspec.msgpack.decode(header, type=Header), tensors)
+        while True:
+            args, kwargs = self._rebuilt(self._skeletons[0], INPUT, 0)
+            try:
+                return self._run(args, kwargs)
+            except _OtherDecision:
+                self._take_path(tuple(self._decisions))
+
+    def _receive(self, header: Header, tensors: Sequence[Tensor]) -> None:
+        self._take_path(tuple(header.decisions or ()))
+        assert self._begin is not None
+        if header.values is not None:
+            values = [Value(*parts) for parts in header.values]
+        else:
+            values = list(self._begin.values)
+        self._received = dict(zip(values, tensors, strict=True))
+        self._produced.update(self._received)
+        at = header.sample_value
+        samples = tensors[at].shape[0] if at >= 0 else _SAMPLES
+        self._skeletons = [one.with_samples(_SAMPLES, samples) for one in header.skeletons]
+
+    def _take_path(self, decisions: Decisions) -> None:
+        self._known_decisions = decisions
+        self._trace = self._paths.trace(decisions)
+        start = self._layers.start
+        self._begin: Boundary | None = self._paths.boundary(self._trace, start) if start else None
+        stop = self._layers.stop
+        self._until = None if self._is_last else self._paths.boundary(self._trace, stop)
+        # Another path may want other values, which are known too late.
+        self._wants_all = self._until is not None and bool(self._trace.decisions)
+        self._wanted = frozenset(self._until.values if self._until is not None else ())
+
+    def _run(self, args: Any, kwargs: Any) -> Tree:
+        self._glue, self._num_calls, self._decisions = 0, 0, []
+        self._is_live = self._layers.start == 0
+        if self._is_live:
+            self._before_layer(0)
+        self.set_active(True)
+        try:
+            with calls_replaced(dict(enumerate(self._blocks)), self._call):
+                output = self._module.forward(*args, **kwargs)
+        except _Stop:
+            is_stopped = True
+        else:
+            is_stopped = False
+        finally:
+            self.set_active(False)
+        return self._crossing() if is_stopped else without_objects(output)
+
+    def _crossing(self) -> Tree:
+        self._take_path(tuple(self._decisions))
+        assert self._until is not None
+        missing = [value for value in self._until.values if value not in self._produced]
+        if missing:
+            raise self._other_path(f"{len(missing)} tensors that did not arrive")
+        tensors = [self._produced[value] for value in self._until.values]
+        shapes = [shape for shape, _, _ in self._skeletons[0].tensors]
+        samples = next((shape[0] for shape in shapes if shape), _SAMPLES)
+        at = next((i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == samples), -1)
+        old = samples if at >= 0 else _SAMPLES
+        is_end = self._layers.stop >= len(self._blocks)
+        header = Header(
+            at,
+            [one.with_samples(old, _SAMPLES) for one in self._skeletons],
+            None if is_end else self._decisions,
+            [(v.source, v.index, v.position) for v in self._until.values] if is_end else None,
+        )
+        return (msgspec.msgpack.encode(header), *tensors)
+
+    def _call(self, layer: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        if layer >= self._layers.stop and not self._is_last:
+            raise _Stop
+        # Nothing in here is glue.
+        self.set_active(False)
+        is_final = layer == self._trace.blocks[-1]
+        self._num_calls += 1
+        if layer < self._layers.start:
+            if is_final and not self._is_last:
+                # None of the layers is called in this mode of the module.
+                raise _Stop
+            if self._num_calls >= len(self._skeletons):
+                raise self._other_path(f"a call of layer {layer}")
+            output = self._rebuilt(self._skeletons[self._num_calls], BLOCK, layer)
+            self._is_live = is_final
+            self.set_active(not is_final)
+            return output
+        self._is_live = True
+        try:
+            if layer > 0:
+                self._before_layer(layer)
+            copy = self._copies.get(layer)
+            output = copy(*args, **kwargs) if copy else original_call(block, args, kwargs)
+            self._note(BLOCK, layer, output)
+            if is_final:
+                raise _Stop
+        finally:
+            self.set_active(True)
+        return output
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        index, self._glue = self._glue, self._glue + 1
+        if not self._is_live:
+            return self._before_layers(index, function, args, kwargs)
+        result = function(*args, **kwargs)
+        outputs = list(tensors_in(result))
+        for position, tensor in enumerate(outputs):
+            value = Value(GLUE, index, position)
+            if self._wants_all or value in self._wanted:
+                self._produced[value] = tensor
+        if not outputs:
+            name, arguments = operation_name(function), list(tensors_in((args, kwargs)))
+            if is_decision(function, name, arguments, outputs):
+                self._decisions.append(plain(result))
+        return result
+
+    def _before_layers(self, index: int, function: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of glue before the layers: received, computed again, or fake."""
+        events, name = self._trace.glue, operation_name(function)
+        if index >= len(events) or events[index].name != name:
+            planned = events[index].name if index < len(events) else "the end"
+            raise self._other_path(f"{name} in the place of {planned}")
+        assert self._begin is not None
+        event = events[index]
+        if event.reads_values:
+            return self._decide(function, args, kwargs)
+        if index in self._begin.repeated:
+            result = function(*args, **kwargs)
+            for position, tensor in enumerate(tensors_in(result)):
+                value = Value(GLUE, index, position)
+                self._received[value] = self._produced[value] = tensor
+            return result
+        if event.returned is not None:
+            return list(tensors_in((args, kwargs)))[event.returned]
+        if index in self._begin.skipped:
+            return None
+        given = {v.position: self._received[v] for v in event.results if v in self._received}
+        given |= {at: self._received[v] for at, v in event.aliases if v in self._received}
+        if len(given) == 1 and len(event.results) == 1 and event.results[0].position == 0:
+            return given[0]
+        result = self._without_data(event, function, args, kwargs)
+        positions = count()
+
+        def given_or_placeholder(tensor: Tensor) -> Tensor:
+            known = given.get(next(positions))
+            return placeholder(meta_of(tensor), self._device) if known is None else known
+
+        return replaced(given_or_placeholder, result)
+
+    def _without_data(self, event: Event, function: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operation, computed from shapes alone."""
+        try:
+            with self._fakes:
+                fake_args, fake_kwargs = replaced(self._fake_of, (args, kwargs))
+                return function(*fake_args, **fake_kwargs)
+        except Exception:
+            # The shape of the result depends on values, which nothing here needs.
+            tensors = tuple(placeholder(meta, self._device) for meta in event.metas)
+            return tensors[0] if len(tensors) == 1 else tensors
+
+    def _decide(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operation that reads values."""
+        number = len(self._decisions)
+        result = function(*args, **kwargs)
+        planned = self._trace.decisions[number]
+        if not self._is_last and planned is not None:
+            # As the stages before have decided.
+            result = planned
+        self._decisions.append(plain(result))
+        if plain(result) != planned:
+            raise _OtherDecision
+        return result
+
+    def _fake_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without data in the place of one."""
+        shape, dtype, requires_grad = meta_of(tensor)
+        fake = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+        return fake.requires_grad_(requires_grad)
+
+    def _note(self, source: str, index: int, tree: Tree) -> None:
+        """Note the skeleton of a tree, and its tensors."""
+        self._skeletons.append(Skeleton.of(tree))
+        for position, tensor in enumerate(flatten(tree)[1]):
+            value = Value(source, index, position)
+            if self._wants_all or value in self._wanted:
+                self._produced[value] = tensor
+
+    def _rebuilt(self, skeleton: Skeleton, source: str, index: int) -> Tree:
+        """Return a tree with received tensors, and placeholders for the others."""
+        tensors = []
+        aliases = dict(self._trace.calls[index].aliases) if source == BLOCK else {}
+        for position, meta in enumerate(skeleton.tensors):
+            value = aliases.get(position, Value(source, index, position))
+            received = self._received.get(value)
+            tensors.append(placeholder(meta, self._device) if received is None else received)
+        return unflatten(skeleton.structure, tensors)
+
+    def _other_path(self, where: str) -> UnsupportedStepError:
+        return UnsupportedStepError(
+            f"The forward of {type(self._module).__name__} must run the same operations for the "
+            f"same decisions, got {where}. Move the code that differs into one of its submodules."
+        )
+
+
+def without_objects(tree: Tree) -> Tree:
+    """Return a tree with None in the place of objects that cannot be sent, such as caches."""
+    try:
+        flatten(tree)
+    except ConfigError:
+        if isinstance(tree, Mapping) and not dataclasses.is_dataclass(tree):
+            return {key: without_objects(value) for key, value in tree.items()}
+        if type(tree) in (list, tuple):
+            return type(tree)(map(without_objects, tree))
+        if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+            names = [field.name for field in dataclasses.fields(tree) if field.init]
+            return dataclasses.replace(
+                tree, **{n: without_objects(getattr(tree, n)) for n in names}
+            )
+        return None
+    return tree

@@ -1,0 +1,37 @@
+"""Tensors in the arguments and results of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def replaced(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return nested lists, tuples and dicts with `function` applied to each tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list):
+        return [replaced(function, item) for item in value]
+    if isinstance(value, tuple):
+        items = [replaced(function, item) for item in value]
+        if type(value) is tuple:
+            return tuple(items)
+        # Named tuples take one argument per item, the results of torch's operations a sequence.
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: replaced(function, item) for key, item in value.items()}
+    return value

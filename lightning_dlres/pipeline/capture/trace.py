@@ -1,0 +1,200 @@
+"""Trace of a module's forward, and what must cross from one layer to the next.
+
+A forward is a series of *blocks*, the submodules that become layers, and of *glue*, the operations
+between them. Layer i is block i and the glue after it, up to the next block; layer 0 has the glue
+before block 0, too. A stage that begins at a layer runs the whole forward from the top. There
+blocks and glue of earlier stages give placeholders without data. Only what the stage needs is real:
+values that are sent, and glue that depends on nothing but the module's inputs, such as masks, which
+is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+# Sources of a value: an input of the module, an output of a block, or a result of glue.
+INPUT, BLOCK, GLUE = "input", "block", "glue"
+
+
+@dataclass(frozen=True, order=True)
+class Value:
+    """A tensor of a forward.
+
+    Attributes:
+        source: INPUT, BLOCK or GLUE.
+        index: Index of the block or of the operation of glue; 0 for inputs.
+        position: Position among the tensors of the inputs or of the result.
+    """
+
+    source: str
+    index: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """An operation of glue, or the call of a block.
+
+    Attributes:
+        name: Name of the operation or of the block.
+        block: Index of the block; None for glue.
+        inputs: Values among the arguments.
+        results: Tensors in the result that are new, as values.
+        returned: Position of the argument that is the result, as in operations in place; None for
+            other results.
+        aliases: Tensors in the result that were there before: their positions and values.
+        written: Storages that it writes to.
+        is_local: True if the result of glue depends on more than its arguments: on a trainable
+            parameter, a tensor of a block, or random numbers.
+        reads_values: True if the result is no tensor, but depends on the values of tensors, such as
+            that of `Tensor.item`. The path of the forward may depend on it.
+        metas: Descriptions of the tensors in the result of glue.
+        decision: The result, if `reads_values` is set and it is plain data.
+    """
+
+    name: str
+    block: int | None
+    inputs: tuple[Value, ...]
+    results: tuple[Value, ...] = ()
+    aliases: tuple[tuple[int, Value], ...] = ()
+    written: frozenset[int] = frozenset()
+    returned: int | None = None
+    is_local: bool = False
+    reads_values: bool = False
+    metas: tuple[Any, ...] = ()
+    decision: Any = None
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What crosses from the layers before a block to this block and all later ones.
+
+    Attributes:
+        values: Values that are sent, in order.
+        repeated: Indices of operations of glue that run again, with real tensors.
+        skipped: Indices of operations of glue that write to what is sent, so that they must not run
+            again.
+    """
+
+    values: tuple[Value, ...]
+    repeated: frozenset[int]
+    skipped: frozenset[int]
+
+    @cached_property
+    def position(self) -> dict[Value, int]:
+        """Position of each value in `values`."""
+        return {value: position for position, value in enumerate(self.values)}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Trace of a forward.
+
+    Attributes:
+        events: Events in the order of execution.
+        storages: Storage of each value.
+        outputs: Values in the module's output.
+    """
+
+    events: tuple[Event, ...]
+    storages: dict[Value, int]
+    outputs: tuple[Value, ...]
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Indices of the blocks that are called, in order."""
+        return tuple(event.block for event in self.events if event.block is not None)
+
+    @cached_property
+    def decisions(self) -> tuple[Any, ...]:
+        """Results of operations that read values of tensors, in order."""
+        return tuple(event.decision for event in self.events if event.reads_values)
+
+    @cached_property
+    def calls(self) -> dict[int, Event]:
+        """Calls of blocks, by the index of the block."""
+        return {event.block: event for event in self.events if event.block is not None}
+
+    @cached_property
+    def glue(self) -> tuple[Event, ...]:
+        """Operations of glue, in order."""
+        return tuple(event for event in self.events if event.block is None)
+
+    def boundary(self, block: int) -> Boundary | str:
+        """Return what crosses to a block and all later ones, or why the forward cannot be cut here.
+
+        Args:
+            block: Index of a block; beyond the last one, of the glue after all blocks.
+        """
+        calls = [(at, e.block) for at, e in enumerate(self.events) if e.block is not None]
+        after_all = calls[-1][0] + 1 if calls else 0
+        cut = next((at for at, index in calls if index >= block), after_all)
+        before, after = self.events[:cut], self.events[cut:]
+        fixed = self._fixed_storages(before)
+        needed = [value for event in after for value in event.inputs] + list(self.outputs)
+        for index, event in enumerate(before):
+            if event.reads_values:
+                needed += event.inputs
+                written_later = {s for later in before[index + 1 :] for s in later.written}
+                if any(self.storages[v] in fixed & written_later for v in event.inputs):
+                    return f"{event.name} reads a tensor that a later operation changes in place"
+        values, computed = self._sent(needed, before, fixed)
+        storages = [self.storages[value] for value in values]
+        written_later = {storage for event in after for storage in event.written}
+        if any(s in written_later and storages.count(s) > 1 for s in storages):
+            return "two views of one tensor are needed later, and one of them is changed in place"
+        glue = [event for event in before if event.block is None]
+        skipped = frozenset(i for i, event in enumerate(glue) if event.written & fixed)
+        repeated = {i for i, e in enumerate(glue) if e.reads_values or id(e) in computed}
+        return Boundary(tuple(sorted(values)), frozenset(repeated - skipped), skipped)
+
+    def _fixed_storages(self, before: Sequence[Event]) -> set[int]:
+        """Return the storages whose content glue cannot compute again from the module's inputs.
+
+        Inputs are sent as they are at the end of `before`. If they have been changed in place, what
+        was made of them before cannot be computed again, either.
+        """
+        written = {storage for event in before for storage in event.written}
+        fixed = {
+            storage
+            for value, storage in self.storages.items()
+            if value.source == BLOCK or (value.source == INPUT and storage in written)
+        }
+        count = -1
+        while count != len(fixed):
+            count = len(fixed)
+            for event in before:
+                touched = event.written.union(self.storages[v] for v in event.inputs)
+                if event.block is None and (event.is_local or touched & fixed):
+                    fixed |= event.written
+                    fixed.update(self.storages[value] for value in event.results)
+        return fixed
+
+    def _sent(
+        self, needed: Iterable[Value], before: Sequence[Event], fixed: set[int]
+    ) -> tuple[set[Value], set[int]]:
+        """Return what is sent: the needed values that cannot be computed again, and the inputs of
+        those that can. Also return the ids of the events that compute the latter."""
+        produced = {value: event for event in before for value in event.results}
+        writers: dict[int, list[Event]] = {}
+        for event in before:
+            for storage in event.written:
+                writers.setdefault(storage, []).append(event)
+        sent: set[Value] = set()
+        computed: set[int] = set()
+        pending, seen = list(needed), set()
+        while pending:
+            value = pending.pop()
+            if value in seen or (value.source != INPUT and value not in produced):
+                continue
+            seen.add(value)
+            if value.source == INPUT or self.storages[value] in fixed:
+                sent.add(value)
+                continue
+            for event in (produced[value], *writers.get(self.storages[value], ())):
+                computed.add(id(event))
+                pending += event.inputs
+        return sent, computed
