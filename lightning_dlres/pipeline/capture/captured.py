@@ -205,6 +205,8 @@ def _check(captured: CapturedModule, inputs: Tree, expected: Tree) -> None:
     crossing = map_tensors(Tensor.clone, inputs)
     for layer in range(len(captured.blocks)):
         crossing = captured.run(range(layer, layer + 1), crossing, before_layer=_seed)
+        # As between stages; code may ask for a tensor's graph, or if it is a leaf.
+        crossing = map_tensors(_as_received, crossing)
     ours, theirs = tensors_of(captured.output(crossing)), tensors_of(without_objects(expected))
     if len(ours) != len(theirs) or not all(map(_is_close, ours, theirs)):
         raise UnsupportedStepError(
@@ -212,6 +214,11 @@ def _check(captured: CapturedModule, inputs: Tree, expected: Tree) -> None:
             "different ranks, got another output. Its submodules must pass tensors to each other "
             "only by their arguments and results."
         )
+
+
+def _as_received(tensor: Tensor) -> Tensor:
+    """Return a copy that has no graph before it, and may be changed in place."""
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
 def _is_close(ours: Tensor, theirs: Tensor) -> bool:
@@ -251,7 +258,8 @@ def _restored(module: nn.Module, *, is_training: bool) -> Iterator[None]:
     if module.training != is_training:
         module.train(is_training)
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        # Code may ask if gradients are recorded, as that of activation checkpointing does.
+        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(is_training):
             yield
     finally:
         for m, mode in modes:
