@@ -50,8 +50,8 @@ _DELAY_SECONDS = 0.002
 # Time limit of one training, in seconds.
 _RUN_SECONDS = 900.0
 _WEIGHT_DECAY = 0.01
-# Learning rate of AdamW for the GPT. At the 0.003 of benchmarks/convergence.py gradients that are
-# late by a step make training unstable, whoever applies them.
+# Learning rate of AdamW for the GPT. At the 0.003 of benchmarks/convergence.py late gradients made
+# training unstable under every rule that was tried, see docs/notes/parameter_server.md.
 _GPT_ADAMW_RATE = 0.001
 
 

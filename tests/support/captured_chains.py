@@ -64,8 +64,8 @@ def chain_result(captured: CapturedModule, inputs: Tree, cuts: list[int]) -> Res
         gradients = found[: len(leaves)]
         for index, gradient in enumerate(found[len(leaves) :]):
             total = totals[index]
-            totals[index] = gradient if total is None or gradient is None else total + gradient
-            totals[index] = total if gradient is None else totals[index]
+            if gradient is not None:
+                totals[index] = gradient if total is None else total + gradient
     return _detached(output), totals
 
 

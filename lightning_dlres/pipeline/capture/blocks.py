@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import nn
 
 
-def candidate_blocks(root: nn.Module, opened_less: Collection[str] = ()) -> dict[str, nn.Module]:
+def candidate_blocks(root: nn.Module, closed: Collection[str] = ()) -> dict[str, nn.Module]:
     """Return the modules that may become layers, by name, in the order of `named_modules`.
 
     The root is opened, and so is every module with a list or sequence of several modules with
@@ -16,11 +16,11 @@ def candidate_blocks(root: nn.Module, opened_less: Collection[str] = ()) -> dict
 
     Args:
         root: The captured module.
-        opened_less: Names of modules that are not opened.
+        closed: Names of modules that are not opened.
     """
     blocks: dict[str, nn.Module] = {}
     for name, child in root.named_children():
-        _collect(name, child, opened_less, blocks, is_member=_is_list(root))
+        _collect(name, child, closed, blocks, is_member=_is_list(root))
     return blocks
 
 

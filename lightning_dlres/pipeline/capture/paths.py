@@ -33,7 +33,10 @@ class Paths:
         if decisions not in self._traces:
             trace = self._record(decisions)
             if not _begins_with(trace, decisions):
-                raise UnsupportedStepError("A forward made other decisions than before.")
+                raise UnsupportedStepError(
+                    "The forward of a module that is cut must decide by the same tensors in every "
+                    "call, got other decisions. Move the code that decides into a submodule."
+                )
             self._traces[decisions] = trace
         return self._traces[decisions]
 

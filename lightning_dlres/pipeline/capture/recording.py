@@ -132,8 +132,7 @@ class Recorder(GlueMode):
 
     Args:
         module: The module.
-        names: Names of the blocks, by index.
-        blocks: The blocks, by index.
+        blocks: The blocks, by name; their order gives their indices.
         before_block: Called with the index of a layer before it runs; with 0 at the start.
         outputs: Description of the output of each block, by index. Blocks then do not run, and
             return zeros. None lets them run.

@@ -32,7 +32,7 @@ _SAMPLES = -1
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """What a stage knows of the layers before, beside tensors.
+    """Message about the layers before, beside their tensors.
 
     Attributes:
         sample_value: Index of a tensor whose first dimension is the number of samples; -1 if there
@@ -92,7 +92,6 @@ class SegmentRun(GlueMode):
         self._received: dict[Value, Tensor] = {}
         self._produced: dict[Value, Tensor] = {}
         self._decisions: list[Any] = []
-        self._known_decisions: Decisions = ()
         self._skeletons: list[Skeleton] = []
 
     def run(self, inputs: Tree) -> Tree:
@@ -103,7 +102,7 @@ class SegmentRun(GlueMode):
                 what the layers before have returned.
 
         Returns:
-            What crosses to the next layer, or the module's output.
+            The crossing to the next layer, or the module's output.
         """
         if self._layers.start == 0:
             args, kwargs = inputs
@@ -133,7 +132,6 @@ class SegmentRun(GlueMode):
         self._skeletons = [one.with_samples(_SAMPLES, samples) for one in header.skeletons]
 
     def _take_path(self, decisions: Decisions) -> None:
-        self._known_decisions = decisions
         self._trace = self._paths.trace(decisions)
         start = self._layers.start
         self._begin: Boundary | None = self._paths.boundary(self._trace, start) if start else None

@@ -70,7 +70,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses from the layers before a block to this block and all later ones.
+    """Values that cross from the layers before a block to this block and all later ones.
 
     Attributes:
         values: Values that are sent, in order.

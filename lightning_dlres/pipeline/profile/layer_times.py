@@ -22,12 +22,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.rng import forked
-from lightning_dlres.core.wire.tree import Structure, Tree, flatten, map_tensors, tensors_of
+from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of
 from lightning_dlres.pipeline.profile.cpu_cache import FLUSH_BYTES
 from lightning_dlres.pipeline.profile.layer_sizes import (
     Bind,
@@ -368,7 +369,8 @@ def _mean_seconds(
 def _kind_key(module: nn.Module, inputs: Tree) -> Any:
     """Return a key that is equal for layers of equal cost.
 
-    It has the classes and settings of their modules, and the shapes of weights and inputs.
+    It has the classes and settings of their modules, the shapes of weights and inputs, and the
+    plain values among the inputs.
     """
     modules = tuple(
         (name, type(child).__qualname__, type(child).__module__, child.extra_repr())
@@ -380,15 +382,7 @@ def _kind_key(module: nn.Module, inputs: Tree) -> Any:
     )
     structure, tensors = flatten(inputs)
     shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-    # Layers of a captured module take a description of what has run before: none is like another.
-    described = next((leaf for leaf in _children(structure) if isinstance(leaf, bytes)), None)
-    return modules, weights, shapes, described
-
-
-def _children(structure: Structure) -> list[Any]:
-    """Return the plain values of the direct children of a tree's root."""
-    tag, content = structure[0], structure[1]
-    return [child[1] for child in content if child[0] == "v"] if tag == "u" else []
+    return modules, weights, shapes, msgspec.msgpack.encode(structure)
 
 
 def _module_copy(module: nn.Module, device: torch.device) -> nn.Module:

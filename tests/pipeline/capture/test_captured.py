@@ -135,7 +135,6 @@ def test_hand_made_models_run_layer_by_layer(name: str, is_training: bool) -> No
         return ((), batch) if isinstance(batch, dict) else (batch, {})
 
     captured = capture(module, inputs(0))
-    assert set(captured.module.state_dict()) == set(case.make().state_dict())
     module.train(is_training)
     state = {key: value.clone() for key, value in module.state_dict().items()}
     ours = chain_result(captured, inputs(1), list(range(len(captured.blocks))))
