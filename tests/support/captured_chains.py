@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core.wire.tree import Tree, flatten, tensors_of, unflatten
+from lightning_dlres.pipeline.capture.block_calls import calls_replaced, original_call
 from lightning_dlres.pipeline.capture.captured import CapturedModule
-from lightning_dlres.pipeline.capture.recording import calls_replaced, original_call
 
 Result = tuple[list[Tensor], list[Tensor | None]]
 
@@ -42,7 +42,7 @@ def chain_result(captured: CapturedModule, inputs: Tree, cuts: list[int]) -> Res
     count = len(captured.blocks)
     starts = sorted({0, *cuts})
     runs = [range(a, b) for a, b in zip(starts, [*starts[1:], count], strict=True)]
-    graphs: list[tuple[list[Tensor], list[Tensor]]] = []
+    graphs: list[tuple[list[Tensor], list[Tensor], set[nn.Parameter]]] = []
     crossing = _copied(inputs)
     for run in [*runs, None]:
         structure, tensors = flatten(crossing)
@@ -54,13 +54,21 @@ def chain_result(captured: CapturedModule, inputs: Tree, cuts: list[int]) -> Res
             if run is None
             else captured.run(run, arguments, before_layer=seed)
         )
-        graphs.append((leaves, tensors_of(crossing)))
+        layers = run or range(count - 1, count)
+        own = {p for layer in layers for p in captured.blocks[layer].parameters()}
+        shared = {p for layer in layers for p in captured.shared_parameters[layer]}
+        graphs.append((leaves, tensors_of(crossing), own | shared))
     output = tensors_of(crossing)
     parameters = list(captured.module.parameters())
     totals: list[Tensor | None] = [None] * len(parameters)
     gradients = [_gradient(t) for t in output]
-    for leaves, results in reversed(graphs):
+    for leaves, results, own in reversed(graphs):
         found = _gradients(results, gradients, [*leaves, *parameters])
+        # Stages ask for the gradients of their own parameters only.
+        found[len(leaves) :] = [
+            gradient if parameter in own else None
+            for gradient, parameter in zip(found[len(leaves) :], parameters, strict=True)
+        ]
         gradients = found[: len(leaves)]
         for index, gradient in enumerate(found[len(leaves) :]):
             total = totals[index]

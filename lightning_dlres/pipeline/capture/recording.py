@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from lightning_dlres.core._compat import CALL, storage_key
+from lightning_dlres.core._compat import storage_key
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
-from lightning_dlres.core.wire.tree import Tree, tensors_of, unflatten
+from lightning_dlres.core.wire.tree import tensors_of
+from lightning_dlres.pipeline.capture.block_calls import (
+    calls_replaced,
+    checkpoint_around,
+    original_call,
+)
+from lightning_dlres.pipeline.capture.block_output import BlockOutput
 from lightning_dlres.pipeline.capture.glue_mode import GlueMode
-from lightning_dlres.pipeline.capture.skeleton import Skeleton, meta_of
+from lightning_dlres.pipeline.capture.skeleton import meta_of
 from lightning_dlres.pipeline.capture.tensors import tensors_in
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Event, Trace, Value
 
@@ -56,77 +63,6 @@ class NotALayer(Exception):
         self.name, self.reason, self.is_glue = name, reason, is_glue
 
 
-@contextmanager
-def calls_replaced(
-    blocks: Mapping[int, nn.Module], call: Callable[[int, nn.Module, Any, Any], Any]
-) -> Iterator[None]:
-    """Context manager in which calls of blocks become `call(index, block, args, kwargs)`.
-
-    Args:
-        blocks: Blocks by index.
-        call: Function that may call `original_call` for the block's own call.
-    """
-    saved = {index: block.__dict__.get(CALL) for index, block in blocks.items()}
-
-    def forward_of(index: int, block: nn.Module) -> Callable[..., Any]:
-        return lambda *args, **kwargs: call(index, block, args, kwargs)
-
-    for index, block in blocks.items():
-        block.__dict__[CALL] = forward_of(index, block)
-    try:
-        yield
-    finally:
-        for index, block in blocks.items():
-            block.__dict__.pop(CALL, None)
-            if saved[index] is not None:
-                block.__dict__[CALL] = saved[index]
-
-
-def original_call(block: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call a block itself, with its hooks, inside of `calls_replaced`."""
-    replacement = block.__dict__.pop(CALL)
-    try:
-        return block(*args, **kwargs)
-    finally:
-        block.__dict__[CALL] = replacement
-
-
-@dataclass(frozen=True)
-class BlockOutput:
-    """Output of a block, without data.
-
-    Attributes:
-        skeleton: Skeleton of the output.
-        arguments: Tensors that are arguments of the block: their positions in the output and among
-            the arguments.
-    """
-
-    skeleton: Skeleton
-    arguments: dict[int, int]
-
-    @classmethod
-    def of(cls, output: Tree, arguments: Sequence[Tensor]) -> BlockOutput:
-        """Return the description of an output.
-
-        Raises:
-            ConfigError: If the output has an object that cannot be sent.
-        """
-        positions = {id(tensor): position for position, tensor in enumerate(arguments)}
-        tensors = enumerate(tensors_of(output))
-        same = {at: positions[id(tensor)] for at, tensor in tensors if id(tensor) in positions}
-        return cls(Skeleton.of(output), same)
-
-    def made_with(self, arguments: Sequence[Tensor]) -> Tree:
-        """Return an output of zeros, and of these arguments."""
-        tensors = [
-            torch.zeros(shape, dtype=getattr(torch, dtype))
-            for shape, dtype, _ in self.skeleton.tensors
-        ]
-        for at, argument in self.arguments.items():
-            tensors[at] = arguments[argument]
-        return unflatten(self.skeleton.structure, tensors)
-
-
 class Recorder(GlueMode):
     """Recorder of one forward of a module.
 
@@ -155,17 +91,22 @@ class Recorder(GlueMode):
         self._storages: dict[Value, int] = {}
         # By id: the value and the tensor, which is kept so that its id stays its own.
         self._values: dict[int, tuple[Value, Tensor]] = {}
-        self._local = {id(t): t for b in blocks.values() for t in (*b.parameters(), *b.buffers())}
-        self._local |= {id(p): p for p in module.parameters() if p.requires_grad}
-        self._owners = {
-            id(t): n for n, b in blocks.items() for t in (*b.parameters(), *b.buffers())
-        }
+        # By id: the blocks that have a tensor.
+        self._owners: dict[int, list[str]] = {}
+        for name, block in blocks.items():
+            for tensor in (*block.parameters(), *block.buffers()):
+                self._owners.setdefault(id(tensor), []).append(name)
+        self._trainable = {id(p) for p in module.parameters() if p.requires_grad}
         self._buffers = {
             storage_key(b): n for n, b in module.named_buffers() if id(b) not in self._owners
         }
-        self._inner = _InnerTensors()
+        self._inner = _InsideOfBlocks(self._note_use)
+        # Results of the user's own functions; see `_note_own_functions`.
+        self._own: set[Value] = set()
+        # Functions of users' that made a value inside of a block or before the forward.
+        self._own_functions: dict[Value | None, BackwardCFunction] = {}
         self._glue = 0
-        # Parameters and buffers that glue uses, by the index of the event.
+        # Trainable parameters that glue and other blocks than theirs use, by the event's index.
         self.used: dict[int, list[Tensor]] = {}
         # Order in which blocks were called, by their index in `blocks`, and their outputs.
         self.order: list[int] = []
@@ -178,6 +119,14 @@ class Recorder(GlueMode):
             NotALayer: If a block cannot be a layer.
             UnsupportedStepError: If glue uses a tensor of a block that the block did not return.
         """
+        try:
+            return self._run(args, kwargs)
+        finally:
+            # An error may keep this object, but must not keep the graph: its parameters are moved.
+            self._values.clear()
+            self._own_functions.clear()
+
+    def _run(self, args: Any, kwargs: Any) -> Trace:
         for position, tensor in enumerate(tensors_of((args, kwargs))):
             self._define(Value(INPUT, 0, position), tensor)
         self._before_block(0)
@@ -187,8 +136,16 @@ class Recorder(GlueMode):
                 output = self._module.forward(*args, **kwargs)
         finally:
             self.set_active(False)
-        outputs = tuple(self._value(t) for t in tensors_in_output(output) if self._is_known(t))
-        return Trace(tuple(self._events), dict(self._storages), outputs)
+        tensors = list(tensors_in_output(output))
+        self._note_own_functions(tensors, "return")
+        outputs = tuple(self._value(tensor) for tensor in tensors if self._is_known(tensor))
+        events = (
+            replace(event, is_wrapped=True, is_local=True)
+            if self._own.intersection(event.results)
+            else event
+            for event in self._events
+        )
+        return Trace(tuple(events), dict(self._storages), outputs)
 
     def _call(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
         name = self._names[index]
@@ -198,24 +155,41 @@ class Recorder(GlueMode):
         self.set_active(False)
         try:
             arguments = list(tensors_in_output((args, kwargs)))
+            self._note_own_functions(arguments, name)
             inputs = tuple(self._value(t) for t in arguments if self._is_known(t))
             versions = [_version(t) for t in arguments]
             if index > 0:
                 self._before_block(index)
+            around = checkpoint_around(_TOP)
+            if around == "reentrant":
+                raise UnsupportedStepError(
+                    f"The forward of {type(self._module).__name__} must use checkpoints that are "
+                    f"not reentrant, got a reentrant one around {name!r}. Set use_reentrant=False."
+                )
             if self._outputs is not None:
-                output = self._outputs[index].made_with(arguments)
+                output = self._outputs[index].made_with(args, kwargs)
             else:
-                with self._inner:
+                with self._inner.of(name):
                     output = original_call(block, args, kwargs)
             written = _written(arguments, versions)
             try:
-                self.outputs[index] = BlockOutput.of(output, arguments)
+                self.outputs[index] = BlockOutput.of(output, args, kwargs)
             except ConfigError as error:
                 raise NotALayer(name, f"returns an object that cannot be sent: {error}") from error
             results, aliases = self._results(BLOCK, index, tensors_of(output))
             if not self.outputs[index].arguments.keys() >= {position for position, _ in aliases}:
                 raise NotALayer(name, "returns one tensor twice, or one that is no argument of it")
-            self._events.append(Event(name, index, inputs, results, aliases, written))
+            self._events.append(
+                Event(
+                    name,
+                    index,
+                    inputs,
+                    results,
+                    aliases,
+                    written,
+                    is_checkpointed=bool(around),
+                )
+            )
             return output
         finally:
             self.set_active(True)
@@ -227,16 +201,13 @@ class Recorder(GlueMode):
         name = operation_name(function)
         arguments = list(tensors_in((args, kwargs)))
         versions = [_version(tensor) for tensor in arguments]
-        state = torch.get_rng_state()
+        state = _random_states(arguments)
         result = function(*args, **kwargs)
-        local = [t for t in arguments if id(t) in self._local and name not in METADATA]
-        for tensor in local:
-            if id(tensor) in self._owners:
-                reason = f"has a tensor that {name} uses outside of it"
-                raise NotALayer(self._owners[id(tensor)], reason, is_glue=True)
+        is_local = False
         for tensor in arguments:
-            is_known = id(tensor) in self._values or id(tensor) in self._local
-            if not is_known and self._inner.has(tensor):
+            if name not in METADATA:
+                is_local |= self._note_use(tensor, "", name)
+            if not self._is_known(tensor) and self._inner.has(tensor):
                 raise UnsupportedStepError(
                     f"The forward of {type(self._module).__name__} must use only what its "
                     f"submodules return, got {name} of a tensor that a submodule keeps elsewhere. "
@@ -249,9 +220,10 @@ class Recorder(GlueMode):
                 f"only, got a change of {self._buffers[storage]!r} between their calls. Move it "
                 "into a submodule."
             )
-        if local:
-            self.used[len(self._events)] = local
+        self._note_own_functions(arguments, name)
         inputs = tuple(self._value(t) for t in arguments if self._is_known(t))
+        if any(t.requires_grad for t in arguments if name not in METADATA):
+            self._refuse_checkpoint(name)
         index, given = self._glue, {id(t) for t in arguments}
         self._glue += 1
         outputs = list(tensors_in(result))
@@ -259,7 +231,7 @@ class Recorder(GlueMode):
         reads_values = is_decision(function, name, arguments, outputs)
         if reads_values:
             result = self._decided(result)
-        is_random = not torch.equal(state, torch.get_rng_state())
+        is_random = not all(map(torch.equal, state, _random_states(arguments)))
         self._events.append(
             Event(
                 name,
@@ -270,12 +242,65 @@ class Recorder(GlueMode):
                 written,
                 metas=tuple(meta_of(tensor) for tensor in outputs),
                 returned=next((i for i, t in enumerate(arguments) if t is result), None),
-                is_local=bool(local) or is_random,
+                is_local=is_local or is_random,
                 reads_values=reads_values,
                 decision=plain(result) if reads_values else None,
             )
         )
         return result
+
+    def _note_use(self, tensor: Tensor, block: str, operation: str) -> bool:
+        """Note that an operation uses a tensor; return True for a trainable parameter.
+
+        Args:
+            tensor: Any tensor.
+            block: Block that runs the operation; "" for glue.
+            operation: Name of the operation.
+        """
+        owners = self._owners.get(id(tensor), ())
+        if block and block in owners:
+            return False
+        if owners:
+            reason = f"has a tensor that {operation} uses outside of it"
+            raise NotALayer(owners[0], reason, is_glue=True)
+        if id(tensor) not in self._trainable:
+            return False
+        self.used.setdefault(len(self._events), []).append(tensor)
+        return True
+
+    def _note_own_functions(self, tensors: Sequence[Tensor], operation: str) -> None:
+        """Note the results of a `torch.autograd.Function`, which gets no call of the mode itself.
+
+        The operations inside of it do, without recording of gradients. The tensor of the last one
+        is also the function's result, and then has the function's gradient.
+
+        Args:
+            tensors: Tensors that an operation takes.
+            operation: Name of the operation.
+        """
+        for tensor in tensors:
+            made_by, value = tensor.grad_fn, self._values.get(id(tensor), (None, None))[0]
+            is_changed = isinstance(made_by, BackwardCFunction) and (
+                made_by is not self._own_functions.get(value)
+            )
+            if is_changed and value is not None and value.source == GLUE:
+                self._own.add(value)
+            elif is_changed or (made_by is not None and value is None):
+                raise UnsupportedStepError(
+                    f"The forward of {type(self._module).__name__} must use tensors that it, its "
+                    f"submodules or operations of torch have made, got {operation} of one with "
+                    f"{type(made_by).__name__}. Move the code that makes it into a submodule with "
+                    "parameters."
+                )
+
+    def _refuse_checkpoint(self, operation: str) -> None:
+        """Refuse an activation checkpoint of glue: it would run blocks in it again, too."""
+        if checkpoint_around(_TOP):
+            raise UnsupportedStepError(
+                f"The forward of {type(self._module).__name__} must call torch.utils.checkpoint "
+                f"for its submodules only, got one around {operation}. Move the function that it "
+                "runs into a submodule."
+            )
 
     def _results(
         self, source: str, index: int, tensors: Sequence[Tensor], arguments: Collection[int] = ()
@@ -308,7 +333,16 @@ class Recorder(GlueMode):
 
     def _define(self, value: Value, tensor: Tensor) -> None:
         self._values[id(tensor)] = value, tensor
-        self._storages[value] = storage_key(tensor)
+        if isinstance(tensor.grad_fn, BackwardCFunction):
+            self._own_functions[value] = tensor.grad_fn
+        try:
+            self._storages[value] = storage_key(tensor)
+        except NotImplementedError as error:
+            raise UnsupportedStepError(
+                f"The forward of {type(self._module).__name__} must not use torch.func or "
+                f"torch.vmap between its submodules, got {error}. Move the code into a submodule "
+                "with parameters."
+            ) from error
 
     def _value(self, tensor: Tensor) -> Value:
         return self._values[id(tensor)][0]
@@ -328,17 +362,32 @@ def plain(result: Any) -> Any:
     return result if isinstance(result, (bool, int, float, str)) else None
 
 
-class _InnerTensors(TorchFunctionMode):
-    """Tensors that operations inside of blocks make, in which the mode is active."""
+class _InsideOfBlocks(TorchFunctionMode):
+    """Mode for the operations inside of blocks; it knows the tensors that they make.
 
-    def __init__(self) -> None:
+    Args:
+        note_use: Called with each tensor that an operation takes, the name of the block, and that
+            of the operation.
+    """
+
+    def __init__(self, note_use: Callable[[Tensor, str, str], Any]) -> None:
         super().__init__()
+        self._note_use, self._block = note_use, ""
         self._references: dict[int, weakref.ref[Tensor]] = {}
+
+    def of(self, block: str) -> _InsideOfBlocks:
+        """Return the mode, for operations of a block with this name."""
+        self._block = block
+        return self
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
+        kwargs, name = kwargs or {}, operation_name(function)
+        if name not in METADATA:
+            for tensor in tensors_in((args, kwargs)):
+                self._note_use(tensor, self._block, name)
+        result = function(*args, **kwargs)
         for tensor in tensors_in(result):
             self._references[id(tensor)] = weakref.ref(tensor)
         return result
@@ -347,6 +396,16 @@ class _InnerTensors(TorchFunctionMode):
         """Return True if an operation inside of a block has made a tensor."""
         reference = self._references.get(id(tensor))
         return reference is not None and reference() is tensor
+
+
+# A search for checkpoints around an operation ends here.
+_TOP = Recorder.run.__code__
+
+
+def _random_states(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the state of the CPU's random generator, and of those of the tensors' devices."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def tensors_in_output(value: Any) -> Iterator[Tensor]:

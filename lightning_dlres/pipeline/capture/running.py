@@ -13,16 +13,15 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import fake_tensor_mode
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
-from lightning_dlres.core.wire.tree import Tree, flatten, unflatten
+from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, unflatten
+from lightning_dlres.pipeline.capture.block_calls import (
+    calls_replaced,
+    checkpointed_call,
+    original_call,
+)
 from lightning_dlres.pipeline.capture.glue_mode import GlueMode
 from lightning_dlres.pipeline.capture.paths import Decisions, Paths
-from lightning_dlres.pipeline.capture.recording import (
-    calls_replaced,
-    is_decision,
-    operation_name,
-    original_call,
-    plain,
-)
+from lightning_dlres.pipeline.capture.recording import is_decision, operation_name, plain
 from lightning_dlres.pipeline.capture.skeleton import Skeleton, meta_of, placeholder
 from lightning_dlres.pipeline.capture.tensors import replaced, tensors_in
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Boundary, Event, Value
@@ -38,14 +37,14 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
         sample_value: Index of a tensor whose first dimension is the number of samples; -1 if there
             is none.
         skeletons: Skeletons of the module's inputs and of the outputs of blocks, in order.
-        decisions: Decisions so far; None after the last layer, where they are made again: for a
+        decisions: Decisions so far. After the last layer, those that are made again are None: for a
             batch that is joined of micro-batches they may be others.
         values: After the last layer, the values that are sent; else those of the boundary.
     """
 
     sample_value: int
     skeletons: list[Skeleton]
-    decisions: list[Any] | None
+    decisions: list[Any]
     values: list[tuple[str, int, int]] | None
 
 
@@ -92,6 +91,8 @@ class SegmentRun(GlueMode):
         self._received: dict[Value, Tensor] = {}
         self._produced: dict[Value, Tensor] = {}
         self._decisions: list[Any] = []
+        # Decisions of the layers before, by their number; None for those that are made here.
+        self._given: list[Any] = []
         self._skeletons: list[Skeleton] = []
 
     def run(self, inputs: Tree) -> Tree:
@@ -119,7 +120,8 @@ class SegmentRun(GlueMode):
                 self._take_path(tuple(self._decisions))
 
     def _receive(self, header: Header, tensors: Sequence[Tensor]) -> None:
-        self._take_path(tuple(header.decisions or ()))
+        self._given = header.decisions
+        self._take_path(() if self._is_last else tuple(header.decisions))
         assert self._begin is not None
         if header.values is not None:
             values = [Value(*parts) for parts in header.values]
@@ -143,6 +145,8 @@ class SegmentRun(GlueMode):
 
     def _run(self, args: Any, kwargs: Any) -> Tree:
         self._glue, self._num_calls, self._decisions = 0, 0, []
+        # By id: tensors that a function of the user's takes for its result, and received ones.
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}
         self._is_live = self._layers.start == 0
         if self._is_live:
             self._before_layer(0)
@@ -156,7 +160,10 @@ class SegmentRun(GlueMode):
             is_stopped = False
         finally:
             self.set_active(False)
-        return self._crossing() if is_stopped else without_objects(output)
+        if is_stopped:
+            return self._crossing()
+        output = without_objects(output)
+        return map_tensors(self._own_result, output) if self._own else output
 
     def _crossing(self) -> Tree:
         self._take_path(tuple(self._decisions))
@@ -169,11 +176,15 @@ class SegmentRun(GlueMode):
         samples = next((shape[0] for shape in shapes if shape), _SAMPLES)
         at = next((i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == samples), -1)
         old = samples if at >= 0 else _SAMPLES
+        decisions = self._decisions
         is_end = self._layers.stop >= len(self._blocks)
+        if is_end:
+            decided = self._until.decided
+            decisions = [d if number in decided else None for number, d in enumerate(decisions)]
         header = Header(
             at,
             [one.with_samples(old, _SAMPLES) for one in self._skeletons],
-            None if is_end else self._decisions,
+            decisions,
             [(v.source, v.index, v.position) for v in self._until.values] if is_end else None,
         )
         return (msgspec.msgpack.encode(header), *tensors)
@@ -183,6 +194,8 @@ class SegmentRun(GlueMode):
             raise _Stop
         # Nothing in here is glue.
         self.set_active(False)
+        if self._own:
+            args, kwargs = replaced(self._own_result, (args, kwargs))
         is_final = layer == self._trace.blocks[-1]
         self._num_calls += 1
         if layer < self._layers.start:
@@ -199,8 +212,11 @@ class SegmentRun(GlueMode):
         try:
             if layer > 0:
                 self._before_layer(layer)
-            copy = self._copies.get(layer)
-            output = copy(*args, **kwargs) if copy else original_call(block, args, kwargs)
+            # A copy has no replaced call, but may be called like a block.
+            target = self._copies.get(layer, block)
+            is_checkpointed = self._trace.calls[layer].is_checkpointed
+            run_block = checkpointed_call if is_checkpointed else original_call
+            output = run_block(target, args, kwargs)
             self._note(BLOCK, layer, output)
             if is_final:
                 raise _Stop
@@ -215,6 +231,8 @@ class SegmentRun(GlueMode):
         index, self._glue = self._glue, self._glue + 1
         if not self._is_live:
             return self._before_layers(index, function, args, kwargs)
+        if self._own:
+            args, kwargs = replaced(self._own_result, (args, kwargs))
         result = function(*args, **kwargs)
         outputs = list(tensors_in(result))
         for position, tensor in enumerate(outputs):
@@ -235,6 +253,8 @@ class SegmentRun(GlueMode):
             raise self._other_path(f"{name} in the place of {planned}")
         assert self._begin is not None
         event = events[index]
+        if self._own:
+            args, kwargs = replaced(self._own_result, (args, kwargs))
         if event.reads_values:
             return self._decide(function, args, kwargs)
         if index in self._begin.repeated:
@@ -249,6 +269,8 @@ class SegmentRun(GlueMode):
             return None
         given = {v.position: self._received[v] for v in event.results if v in self._received}
         given |= {at: self._received[v] for at, v in event.aliases if v in self._received}
+        if event.is_wrapped:
+            given = {at: self._for_own_function(tensor) for at, tensor in given.items()}
         if len(given) == 1 and len(event.results) == 1 and event.results[0].position == 0:
             return given[0]
         result = self._without_data(event, function, args, kwargs)
@@ -259,6 +281,18 @@ class SegmentRun(GlueMode):
             return placeholder(meta_of(tensor), self._device) if known is None else known
 
         return replaced(given_or_placeholder, result)
+
+    def _for_own_function(self, received: Tensor) -> Tensor:
+        """Return a tensor whose gradient the user's own function may set.
+
+        Where it is used, `_own_result` puts the received tensor in its place.
+        """
+        result = received.detach()
+        self._own[id(result)] = result, received
+        return result
+
+    def _own_result(self, tensor: Tensor) -> Tensor:
+        return self._own.get(id(tensor), (tensor, tensor))[1]
 
     def _without_data(self, event: Event, function: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operation, computed from shapes alone."""
@@ -274,13 +308,10 @@ class SegmentRun(GlueMode):
     def _decide(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operation that reads values."""
         number = len(self._decisions)
-        result = function(*args, **kwargs)
-        planned = self._trace.decisions[number]
-        if not self._is_last and planned is not None:
-            # As the stages before have decided.
-            result = planned
+        given = self._given[number] if number < len(self._given) else None
+        result = function(*args, **kwargs) if given is None else given
         self._decisions.append(plain(result))
-        if plain(result) != planned:
+        if plain(result) != self._trace.decisions[number]:
             raise _OtherDecision
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,21 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+
+
+def named_tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the same tensors with their places, such as "0.mask"."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from named_tensors_in(item, f"{name}.{index}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from named_tensors_in(item, f"{name}.{key}")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from named_tensors_in(getattr(value, field.name, None), f"{name}.{field.name}")
 
 
 def replaced(function: Callable[[Tensor], Tensor], value: Any) -> Any:

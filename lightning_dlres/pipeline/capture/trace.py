@@ -53,6 +53,9 @@ class Event:
             that of `Tensor.item`. The path of the forward may depend on it.
         metas: Descriptions of the tensors in the result of glue.
         decision: The result, if `reads_values` is set and it is plain data.
+        is_wrapped: True for glue whose result becomes that of the user's own
+            `torch.autograd.Function`, which sets its gradient.
+        is_checkpointed: True if the code calls the block inside of an activation checkpoint.
     """
 
     name: str
@@ -66,6 +69,8 @@ class Event:
     reads_values: bool = False
     metas: tuple[Any, ...] = ()
     decision: Any = None
+    is_wrapped: bool = False
+    is_checkpointed: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,14 @@ class Boundary:
         repeated: Indices of operations of glue that run again, with real tensors.
         skipped: Indices of operations of glue that write to what is sent, so that they must not run
             again.
+        decided: Numbers of the decisions that are sent and cannot be made again. After all blocks,
+            the others are made again: another decision may hold for the whole batch.
     """
 
     values: tuple[Value, ...]
     repeated: frozenset[int]
     skipped: frozenset[int]
+    decided: frozenset[int] = frozenset()
 
     @cached_property
     def position(self) -> dict[Value, int]:
@@ -135,12 +143,18 @@ class Trace:
         before, after = self.events[:cut], self.events[cut:]
         fixed = self._fixed_storages(before)
         needed = [value for event in after for value in event.inputs] + list(self.outputs)
+        decided: set[int] = set()
         for index, event in enumerate(before):
-            if event.reads_values:
-                needed += event.inputs
-                written_later = {s for later in before[index + 1 :] for s in later.written}
-                if any(self.storages[v] in fixed & written_later for v in event.inputs):
-                    return f"{event.name} reads a tensor that a later operation changes in place"
+            if not event.reads_values:
+                continue
+            is_fixed = any(self.storages[value] in fixed for value in event.inputs)
+            if is_fixed and event.decision is not None:
+                decided.add(sum(e.reads_values for e in before[:index]))
+                continue
+            needed += event.inputs
+            written_later = {s for later in before[index + 1 :] for s in later.written}
+            if any(self.storages[v] in fixed & written_later for v in event.inputs):
+                return f"{event.name} reads a tensor that a later operation changes in place"
         values, computed = self._sent(needed, before, fixed)
         storages = [self.storages[value] for value in values]
         written_later = {storage for event in after for storage in event.written}
@@ -148,8 +162,12 @@ class Trace:
             return "two views of one tensor are needed later, and one of them is changed in place"
         glue = [event for event in before if event.block is None]
         skipped = frozenset(i for i, event in enumerate(glue) if event.written & fixed)
-        repeated = {i for i, e in enumerate(glue) if e.reads_values or id(e) in computed}
-        return Boundary(tuple(sorted(values)), frozenset(repeated - skipped), skipped)
+        decisions = [id(e) for e in glue if e.reads_values]
+        again = computed.union(e for i, e in enumerate(decisions) if i not in decided)
+        repeated = {i for i, e in enumerate(glue) if id(e) in again}
+        return Boundary(
+            tuple(sorted(values)), frozenset(repeated - skipped), skipped, frozenset(decided)
+        )
 
     def _fixed_storages(self, before: Sequence[Event]) -> set[int]:
         """Return the storages whose content glue cannot compute again from the module's inputs.

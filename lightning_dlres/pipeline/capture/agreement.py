@@ -1,0 +1,88 @@
+"""Check that the layers of a captured module give what the module gives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.pipeline.capture.block_calls import calls_replaced, original_call
+from lightning_dlres.pipeline.capture.modes import Mode, seed_layer, trial
+from lightning_dlres.pipeline.capture.running import without_objects
+
+if TYPE_CHECKING:
+    from lightning_dlres.pipeline.capture.captured import CapturedModule
+
+# Relative difference of two outputs that counts as rounding.
+_TOLERANCE = 1e-3
+
+
+def check_agreement(
+    captured: CapturedModule, inputs: Tree, mode: Mode, device: torch.device
+) -> None:
+    """Run the module, and then its layers one by one.
+
+    Args:
+        captured: The module.
+        inputs: (args, kwargs) of a call of it.
+        mode: Mode in which it runs.
+        device: Device on which it runs.
+
+    Raises:
+        UnsupportedStepError: Unless the layers give the output of the module.
+    """
+    with trial(captured.module, mode, device):
+        expected = _output(captured, inputs)
+    with trial(captured.module, mode, device):
+        _check(captured, inputs, expected)
+
+
+def _output(captured: CapturedModule, inputs: Tree) -> Tree:
+    """Return the output of the module's own forward, with the random numbers of `_check`."""
+
+    def call(layer: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        if layer > 0:
+            seed_layer(layer)
+        return original_call(block, args, kwargs)
+
+    args, kwargs = map_tensors(Tensor.clone, inputs)
+    seed_layer(0)
+    with calls_replaced(dict(enumerate(captured.blocks)), call):
+        return captured.module.forward(*args, **kwargs)
+
+
+def _check(captured: CapturedModule, inputs: Tree, expected: Tree) -> None:
+    """Run the layers one by one; raise unless they give the output of the module."""
+    crossing = map_tensors(Tensor.clone, inputs)
+    for layer in range(len(captured.blocks)):
+        crossing = captured.run(range(layer, layer + 1), crossing, before_layer=seed_layer)
+        # As between stages; code may ask for a tensor's graph, or if it is a leaf.
+        crossing = map_tensors(_as_received, crossing)
+    ours, theirs = tensors_of(captured.output(crossing)), tensors_of(without_objects(expected))
+    if len(ours) != len(theirs) or not all(map(_is_close, ours, theirs)):
+        raise UnsupportedStepError(
+            f"{type(captured.module).__name__} must give the same output if its submodules run on "
+            "different ranks, got another output. Its submodules must pass tensors to each other "
+            "only by their arguments and results."
+        )
+
+
+def _as_received(tensor: Tensor) -> Tensor:
+    """Return a copy that has no graph before it, and may be changed in place."""
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+
+
+def _is_close(ours: Tensor, theirs: Tensor) -> bool:
+    """Return True if two tensors are equal up to rounding.
+
+    torch has other kernels for whole transformers in evaluation than for their layers.
+    """
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    if not theirs.is_floating_point() or not theirs.numel():
+        return torch.equal(ours, theirs)
+    scale = float(theirs.detach().nan_to_num().abs().max())
+    return torch.allclose(ours, theirs, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
