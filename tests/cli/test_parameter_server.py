@@ -27,11 +27,11 @@ function = "lightning_dlres.cli.parameter_server:serve_main"
 command = module["lightweight_command"](function, *sys.argv[1:])
 os.execv(command[0], command)
 """
-# Script that does the same as the command `dlres`.
+# Script that does the same as the command `dlres`, which starts this command without Lightning.
 COMMAND_SCRIPT = """
 import sys
-from lightning_dlres.cli.main import main
-sys.exit(main(sys.argv[1:]))
+from lightning_dlres_command import main
+sys.exit(main())
 """
 SERVING = "Serving parameters on 2 servers .*: (tcp://.*)"
 
