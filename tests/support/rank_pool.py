@@ -46,11 +46,12 @@ if TYPE_CHECKING:
 # Ranks of one fork server have the same hash seed. Neighbouring ranks come from different servers,
 # so that code that depends on the order of a set does not agree by accident.
 FORK_SERVERS = 2
-# Modules that a fork server imports. They bring Lightning, the whole package, and what test modules
-# import.
+# Modules that a fork server imports. They bring Lightning, the whole package, Numba's registries,
+# and what test modules import.
 MODULES = (
     "hypothesis",
     "pytest",
+    "tests.support.numba_registries",
     "tests.support.parity",
     "tests.support.training_cases",
     "lightning_dlres.prefetch.cache.host",
