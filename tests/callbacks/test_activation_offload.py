@@ -681,6 +681,4 @@ def test_a_callback_can_be_copied_after_training() -> None:
     callback = ours("offload")
     fit(Regression("mlp"), batches("mlp"), callback)
     twin = pickle.loads(pickle.dumps(copy.deepcopy(callback)))
-    require_same_weights(
-        trained_plainly("mlp"), fit(Regression("mlp"), batches("mlp"), twin)
-    )
+    require_same_weights(trained_plainly("mlp"), fit(Regression("mlp"), batches("mlp"), twin))
