@@ -65,7 +65,8 @@ def test_plans_are_optimal_if_copies_block(seed: int) -> None:
 
 def test_plans_are_nearly_optimal_if_copies_overlap() -> None:
     worst = total = count = 0.0
-    for seed in range(300):
+    seeds = examples(300)
+    for seed in range(seeds):
         rng = random.Random(seed)
         profile = any_profile(rng)
         limits = some_limits(profile, rng)
@@ -76,7 +77,7 @@ def test_plans_are_nearly_optimal_if_copies_overlap() -> None:
             continue
         ratio = plan_memory(profile, limits).seconds / least
         worst, total, count = max(worst, ratio), total + ratio, count + 1
-    assert count > 80
+    assert count > 0.25 * seeds
     assert worst < 1.1
     assert total / count < 1.003
 
