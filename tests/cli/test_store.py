@@ -23,11 +23,11 @@ module = runpy.run_path({lightweight_process.__file__!r})
 command = module["lightweight_command"]("lightning_dlres.cli.store:serve_main", *sys.argv[1:])
 os.execv(command[0], command)
 """
-# Script that does the same as the command `dlres`.
+# Script that does the same as the command `dlres`, which starts this command without Lightning.
 COMMAND_SCRIPT = """
 import sys
-from lightning_dlres.cli.main import main
-sys.exit(main(sys.argv[1:]))
+from lightning_dlres_command import main
+sys.exit(main())
 """
 
 
