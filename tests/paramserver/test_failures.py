@@ -65,7 +65,7 @@ def test_an_optimizer_that_fails_ends_its_job_but_not_the_server(
 
 def test_a_server_that_is_away_for_long_is_found_again(stack: ExitStack, tmp_path: Path) -> None:
     # More messages than ZeroMQ queues, while nobody reads them.
-    shapes = {f"scalar{number}": (1,) for number in range(2500)}
+    shapes = {f"scalar{number}": (1,) for number in range(1200)}
     first = ParameterServer(snapshot=tmp_path)
     port = int(first.address.rpartition(":")[2])
     try:
