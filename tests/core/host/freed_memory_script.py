@@ -38,7 +38,3 @@ def main() -> None:
     with suppress(ZeroDivisionError), returning_freed_memory():
         _ = 1 / 0
     print(freed_bytes())
-
-
-if __name__ == "__main__":
-    main()

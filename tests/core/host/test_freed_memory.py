@@ -7,13 +7,15 @@ import sys
 
 import pytest
 
+from lightning_dlres.core.host.lightweight_process import lightweight_command
+
 MIB = 1 << 20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_freed_tensors_leave_the_process_while_a_context_is_open() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.core.host.freed_memory_script"],
+        lightweight_command("tests.core.host.freed_memory_script:main"),
         capture_output=True,
         text=True,
         timeout=120,
