@@ -77,9 +77,13 @@ class ScriptHandle:
     def wait_for_line(self, regex: str, timeout: float = SCRIPT_SECONDS) -> re.Match[str]:
         """Wait until a whole line of the output contains `regex`; return the match."""
         deadline = time.monotonic() + timeout
+        children: list[int] = []
         while True:
-            children = self.children()
-            ended = self._process.poll() is not None and not children
+            has_exited = self.returncode is not None
+            if has_exited:
+                # Only now: `children` reads files of all processes of the machine.
+                children = self.children()
+            ended = has_exited and not children
             for line in self.output().splitlines(keepends=True):
                 match = re.search(regex, line.rstrip("\n"))
                 if match and (ended or line.endswith("\n")):
@@ -95,7 +99,7 @@ class ScriptHandle:
                     f"no line matched {regex!r} in {timeout:g} s; output and stacks:\n"
                     f"{self.output()}"
                 )
-            running = [self.pid] if self.returncode is None else children[:1]
+            running = children[:1] if has_exited else [self.pid]
             _wait_for_exit(running, time.monotonic() + LINE_POLL_SECONDS)
 
     def children(self) -> list[int]:
