@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary, ThroughputMonitor
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
@@ -68,6 +73,72 @@ def replace_sigterm_broadcast(
         vars(loop).pop("_broadcast_sigterm_tensor", None)
 
     return undo
+
+
+def allow_skipped_steps(trainer: Trainer) -> Callable[[], None]:
+    """Let `training_step` return None on several ranks; return the undo function.
+
+    Lightning refuses that, since in DDP only some ranks may skip the step. No option allows it.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+
+    def training_step(kwargs: Any) -> ClosureResult:
+        output = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
+        trainer.strategy.post_training_step()
+        return ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
+
+    loop._training_step = training_step  # type: ignore[method-assign]
+    return lambda: vars(loop).pop("_training_step", None)
+
+
+def replace_timed_validation(
+    trainer: Trainer, on_all_ranks: Callable[[bool], bool]
+) -> Callable[[], None]:
+    """Let all ranks decide alike if a validation is due by `val_check_interval` as a time.
+
+    Lightning compares the time with each rank's own clock, and has no hook for the decision.
+
+    Args:
+        trainer: Trainer of the run.
+        on_all_ranks: Returns the same decision on all ranks, given that of each.
+
+    Returns:
+        The undo function.
+    """
+    if trainer._val_check_time_interval is None:  # type: ignore[attr-defined]
+        return lambda: None
+    loop = trainer.fit_loop.epoch_loop
+    by_own_clock = loop._should_check_val_fx
+
+    def is_due(data_fetcher: Any) -> bool:
+        return on_all_ranks(by_own_clock(data_fetcher))
+
+    loop._should_check_val_fx = is_due  # type: ignore[method-assign]
+    return lambda: vars(loop).pop("_should_check_val_fx", None)
+
+
+def throughputs(monitor: ThroughputMonitor) -> list[Throughput]:
+    """Return the counters of a ThroughputMonitor; they have no public name."""
+    return list(monitor._throughputs.values())
+
+
+def summarise_now(
+    callback: ModelSummary, trainer: Trainer, module: LightningModule
+) -> Callable[[], None]:
+    """Let a ModelSummary show the module as it is now; return the undo function.
+
+    The callback has no public method that computes the summary, which may run the module.
+    """
+    if not callback._max_depth:
+        return lambda: None
+    summary = callback._summary(trainer, module)
+    callback._summary = lambda *_: summary  # type: ignore[method-assign]
+    return lambda: vars(callback).pop("_summary", None)
+
+
+def syncs_batchnorm(strategy: ParallelStrategy) -> bool:
+    """Return True if the Trainer has `sync_batchnorm=True`; only a private attribute tells."""
+    return strategy._layer_sync is not None
 
 
 def note_sigterm(trainer: Trainer) -> None:

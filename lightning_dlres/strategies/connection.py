@@ -89,14 +89,19 @@ def require_script(environment: ClusterEnvironment, processes: int) -> None:
         processes: Number of processes on this host.
 
     Raises:
-        ConfigError: If the script was read from standard input, or given with -c.
+        ConfigError: If the script was read from standard input, or given with -c, or if this is a
+            notebook or another interactive session.
     """
     if processes < 2 or environment.creates_processes_externally:
         return
     script = sys.argv[0] if sys.argv else ""
     is_module = getattr(sys.modules.get("__main__"), "__spec__", None) is not None
-    if script in ("", "-", "-c") and not is_module and not Path(script).is_file():
+    # Python sets `ps1` in an interactive session; Lightning knows a notebook by it, too.
+    is_interactive = hasattr(sys, "ps1")
+    no_script = script in ("", "-", "-c") and not is_module and not Path(script).is_file()
+    if is_interactive or no_script:
         got = {"-": "standard input", "-c": "python -c"}.get(script, "no script")
+        got = "a notebook or an interactive session" if is_interactive else got
         raise ConfigError(
             f"devices={processes} needs a script in a file, since Lightning starts it once per "
             f"device, got {got}. Save the script as train.py and run `python train.py`."

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,6 +32,10 @@ from lightning_dlres.pipeline.execute.gradients import GradientSync
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.stage.microbatch import cut, join, microbatch_sizes, samples_in, share
 from lightning_dlres.pipeline.stage.stage import Stage
+
+# Stands for the inputs of the pipelined module if a step returns None before the module's call.
+# None would not do: it may be an input.
+SKIPPED: Any = object()
 
 
 class Runtime:
@@ -110,16 +115,19 @@ class Runtime:
         """Run the layers forward over the global batch without recording; called by all ranks.
 
         Args:
-            inputs: Inputs of the pipelined module, the same on all ranks.
+            inputs: Inputs of the pipelined module, the same on all ranks; or `SKIPPED`.
             seed: Seed of the pass.
             batch_digest: Fingerprint of the batch that this rank sees.
             everywhere: True returns the output on every rank, False on the last stages only.
             place: Place of the call in user code, for errors; see `announce`.
 
         Returns:
-            The output of the whole batch, or None on ranks that do not get it.
+            The output of the whole batch, or None on ranks that do not get it. `SKIPPED` if the
+            inputs are.
         """
-        sizes = self.announce(inputs if self.is_first else None, batch_digest, place)
+        sizes = self.announce(inputs, batch_digest, place)
+        if not sizes:
+            return SKIPPED
         own = share(len(sizes), len(self.plan.replicas), self.replica)
         parts = cut(map_tensors(Tensor.detach, inputs), sizes) if self.is_first else []
         outputs = []
@@ -137,14 +145,17 @@ class Runtime:
         return self._share_output(outputs, sizes, own, everywhere)
 
     def announce(
-        self, inputs: Tree | None, batch_digest: int, place: str = "in a training step"
+        self, inputs: Tree, batch_digest: int, place: str = "in a training step"
     ) -> list[int]:
         """Begin a pass, and return the number of samples of each of its micro-batches.
+
+        The list is empty if the step skips the batch before the module's call.
 
         Called by all ranks. The first stage of the first replica announces the sizes to the others.
 
         Args:
-            inputs: Inputs of the pipelined module; only those of the announcing rank count.
+            inputs: Inputs of the pipelined module, or `SKIPPED`; only those of the announcing rank
+                count.
             batch_digest: Fingerprint of the batch that this rank sees.
             place: Place of the call in user code; it must be the same on all ranks.
 
@@ -156,8 +167,9 @@ class Runtime:
         announcer = self.plan.replicas[0][0]
         message = None
         if self.rank == announcer:
-            samples = samples_in(inputs) or 1
-            message = [microbatch_sizes(samples, self.microbatches), batch_digest, place]
+            samples = 0 if inputs is SKIPPED else samples_in(inputs) or 1
+            sizes = microbatch_sizes(samples, self.microbatches) if samples else []
+            message = [sizes, batch_digest, place]
         sizes, expected_digest, expected_place = self._mailbox.broadcast(
             announcer, Channel.STEP, ("step", self._pass_number), message, "the start of the step"
         )

@@ -36,18 +36,19 @@ class UserStep(Protocol):
     def module_inputs(self) -> Tree:
         """Run the step up to the module's call, and return the module's inputs.
 
-        Called on the first stage.
+        Called on the first stage. `SKIPPED` if the step skips the batch before the call.
         """
 
-    def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
+    def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor | None:
         """Run the step with `output` as the module's result, and return the loss.
 
-        Called on the last stage.
+        Called on the last stage. None: the step skips the batch or micro-batch.
 
         Args:
-            output: Output of the whole batch, or of one micro-batch.
+            output: Output of the whole batch, or of one micro-batch; None if the step skips the
+                batch before the module's call.
             microbatch: Index of the micro-batch; None for the whole batch.
-            sizes: Samples of every micro-batch.
+            sizes: Samples of every micro-batch; empty if the step skips the batch before the call.
         """
 
     def record(self) -> Tree:
@@ -66,7 +67,8 @@ class TrainResult:
             that this rank holds. Parameters without a gradient are missing.
         records: Results of `UserStep.record`: that of the first replica after a loss over the whole
             batch, else that of every replica that had a micro-batch.
-        sizes: Samples of every micro-batch.
+        sizes: Samples of every micro-batch; empty if the step skipped the batch before the module's
+            call.
     """
 
     gradients: Gradients
@@ -135,6 +137,8 @@ class TrainingStep:
         runtime, plan = self.runtime, self.runtime.plan
         module_inputs = self.user.module_inputs() if runtime.is_first else None
         self.sizes = runtime.announce(module_inputs, batch_digest)
+        if not self.sizes:
+            return self.skip()
         self.own = share(len(self.sizes), len(plan.replicas), runtime.replica)
         self.sync.begin(loss_scale=self.scale, has_data=bool(self.own))
         if runtime.is_first:
@@ -155,6 +159,16 @@ class TrainingStep:
         runtime.buffers.run()
         records = runtime.gather_records(self.record, self.record_sources())
         return TrainResult(self.buffer.gradients, records, self.sizes)
+
+    def skip(self) -> TrainResult:
+        """Run a step that skips the batch before the module's call: only its side effects count."""
+        runtime = self.runtime
+        sources = [runtime.plan.replicas[0][-1]]
+        if runtime.rank in sources:
+            self.user.finish(None, None, self.sizes)
+            self.record = self.user.record()
+            runtime.share_record(self.record, sources)
+        return TrainResult({}, runtime.gather_records(self.record, sources), self.sizes)
 
     def microbatch_of(self, action: Action) -> int:
         """Return the number of an action's micro-batch in the global batch."""
@@ -246,7 +260,7 @@ class TrainingStep:
 
     def backward_from_loss(
         self,
-        loss: Tensor,
+        loss: Tensor | None,
         leaves: list[list[Tensor]],
         non_pipelined: Sequence[nn.Parameter],
         scale: float,
@@ -255,7 +269,7 @@ class TrainingStep:
         """Run backward through the user's step, from the loss to the stage's outputs.
 
         Args:
-            loss: Loss of the batch, or of one micro-batch.
+            loss: Loss of the batch, or of one micro-batch; None gives no gradients.
             leaves: Output tensors of every micro-batch in the loss.
             non_pipelined: Parameters that get a gradient from the loss itself.
             scale: Factor of the loss.
@@ -263,7 +277,7 @@ class TrainingStep:
         """
         with_gradient = [leaf for part in leaves for leaf in part if leaf.requires_grad]
         leaf_gradients: Iterator[Tensor | None] = iter([None] * len(with_gradient))
-        if loss.requires_grad and (with_gradient or non_pipelined):
+        if loss is not None and loss.requires_grad and (with_gradient or non_pipelined):
             # Starting from `scale` instead of 1 gives the gradients of scale * loss. In half
             # precision the scale may overflow. `mul_` then gives infinity, as backward of the
             # product would, and `torch.full` would raise.

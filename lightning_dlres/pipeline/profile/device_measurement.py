@@ -172,7 +172,7 @@ def _measure_loss(
                     leaves_copy = map_tensors(Tensor.clone, leaves) if run == 0 else leaves
                     loss = step.finish(leaves_copy, None, [samples_in(batch) or 1])
                     del leaves_copy
-                    if loss.requires_grad and differentiable:
+                    if loss is not None and loss.requires_grad and differentiable:
                         torch.autograd.grad(loss, differentiable, allow_unused=True)
                 if run:
                     loss_seconds.append(clock.now() - start)

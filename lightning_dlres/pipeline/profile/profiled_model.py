@@ -16,8 +16,8 @@ from lightning_dlres.pipeline.stage.stage import Layer
 class LossRun(Protocol):
     """One run of the step's loss over a batch."""
 
-    def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
-        """Return the loss, computed from the output of the last layer.
+    def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor | None:
+        """Return the loss, computed from the output of the last layer; None without a loss.
 
         Args:
             output: Output of the last layer.

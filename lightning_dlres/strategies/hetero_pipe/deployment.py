@@ -36,7 +36,7 @@ from lightning_dlres.pipeline.plan.planner import with_schedule
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
 from lightning_dlres.strategies.hetero_pipe.run_planner import PlannedRun, RunPlanner
-from lightning_dlres.strategies.hetero_pipe.step.user_step import StepContext
+from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 
 # Models made on the meta device that an earlier run has partitioned. Their parameters stay on the
 # ranks that trained them, since the whole model may be too large for the memory of one rank.

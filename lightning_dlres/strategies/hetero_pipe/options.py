@@ -20,7 +20,7 @@ from lightning_dlres.pipeline.plan.schedules.registry import (
     schedule_names,
 )
 from lightning_dlres.pipeline.profile.config import ProfileConfig
-from lightning_dlres.strategies.hetero_pipe.step.user_step import SplitBatch
+from lightning_dlres.strategies.hetero_pipe.step.step_context import SplitBatch
 
 Replicas = tuple[tuple[int, ...], ...]
 Recompute = Literal["auto", "never", "always"]

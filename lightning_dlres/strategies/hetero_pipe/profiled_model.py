@@ -17,11 +17,8 @@ from lightning_dlres.strategies.hetero_pipe.data.profile_samples import read_sam
 from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import may_drop_old_gradients
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
-from lightning_dlres.strategies.hetero_pipe.step.user_step import (
-    LightningStep,
-    SplitBatch,
-    StepContext,
-)
+from lightning_dlres.strategies.hetero_pipe.step.step_context import SplitBatch, StepContext
+from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 
 
 def profiled_model(context: StepContext) -> ProfiledModel:

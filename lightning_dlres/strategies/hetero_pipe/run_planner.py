@@ -29,7 +29,10 @@ from lightning_dlres.pipeline.profile.run_profile import LayerProfile, RunProfil
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.hetero_pipe.checks.inspection import inspect_step
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import NoCopyError
-from lightning_dlres.strategies.hetero_pipe.data.profile_samples import read_samples
+from lightning_dlres.strategies.hetero_pipe.data.profile_samples import (
+    SkippedSamplesError,
+    read_samples,
+)
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
 from lightning_dlres.strategies.hetero_pipe.profiled_model import gradient_copies, profiled_model
 from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import untracked_state_warning
@@ -37,7 +40,10 @@ from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
     PipelinedModule,
     require_layers,
 )
-from lightning_dlres.strategies.hetero_pipe.step.user_step import StepContext
+from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
+
+# Errors after which a plan without measurements serves.
+_NO_SAMPLES = (NoCopyError, SkippedSamplesError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,13 +258,14 @@ class RunPlanner:
             except Exception as error:
                 # A plan without measurements may serve after these errors. Any other error comes
                 # from user code, and must be shown unless samples serve only the optional trial.
-                is_expected = is_lack_of_memory(error) or isinstance(error, NoCopyError)
+                is_expected = is_lack_of_memory(error) or isinstance(error, _NO_SAMPLES)
                 if will_measure and not is_expected:
                     raise
                 samples_or_error = [None, None, None, None, f"{type(error).__name__}: {error}"]
         *samples, reason = self._connection.broadcast(samples_or_error, 0)
         if reason is None:
             return ProfileSamples(*samples)
+        self._uncut_reason = reason
         if will_measure:
             _log_split_by_bytes(reason)
         else:

@@ -17,7 +17,7 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.rng import derive_seed
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.digest import digest
-from lightning_dlres.pipeline.execute.runtime import Runtime
+from lightning_dlres.pipeline.execute.runtime import SKIPPED, Runtime
 from lightning_dlres.pipeline.execute.training import TrainingStep, TrainResult, with_gradients
 from lightning_dlres.pipeline.plan.schedules.gpipe import GPipe
 from lightning_dlres.pipeline.plan.schedules.registry import (
@@ -36,8 +36,11 @@ from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import unse
 from lightning_dlres.strategies.hetero_pipe.replay.logs import logs_in
 from lightning_dlres.strategies.hetero_pipe.step.normalisers import doubt_about_batch
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import PipelinedWeightGuard
-from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
+from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
+from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 
+# Result of `training_step` as Lightning takes it.
+StepOutput = Tensor | dict[str, Any] | None
 # Part of the seed of forward calls outside of training steps. Without it, such a call would draw
 # the same random numbers as a training step.
 _FORWARD_SEED_PART = 1
@@ -104,8 +107,10 @@ class StepRunner:
         """
         return not schedule_named(self.schedule).whole_batch_loss
 
-    def train(self, args: tuple[Any, ...], batch: int, scale: float) -> Tensor | dict[str, Any]:
+    def train(self, args: tuple[Any, ...], batch: int, scale: float) -> StepOutput:
         """Run one training step and return its loss, whose backward delivers the gradients.
+
+        The result is None if the step returns None, to skip the batch.
 
         Args:
             args: Arguments of `training_step`; the first is the batch.
@@ -116,13 +121,12 @@ class StepRunner:
         with self.runtime.tracer.span("step", "step", batch=batch):
             return self._train(args, batch, scale)
 
-    def _train(self, args: tuple[Any, ...], batch: int, scale: float) -> Tensor | dict[str, Any]:
+    def _train(self, args: tuple[Any, ...], batch: int, scale: float) -> StepOutput:
         seed, fingerprint = derive_seed(self.seed, batch), digest(args[0])
         per_microbatch = self.loss_per_microbatch and self.runtime.microbatches > 1
         checked = per_microbatch and self._check_is_due()
         if checked:
             self._check(args, seed, fingerprint)
-        self._num_steps += 1
         if self._drops_old_gradients():
             for parameter in (*self.runtime.stage.parameters, *self.runtime.non_pipelined):
                 parameter.grad = None
@@ -130,6 +134,8 @@ class StepRunner:
         per_microbatch = per_microbatch and self.loss_per_microbatch
         before = _StateBeforeStep(self, args) if per_microbatch else None
         step, result = self._run(args, seed, scale, fingerprint)
+        # A step that skips its batch has shown nothing of the loss: check the next one.
+        self._num_steps += bool(result.sizes)
         if before is not None and len(result.sizes) > 1:
             self._check_finished_step(
                 before,
@@ -144,6 +150,8 @@ class StepRunner:
                 self.runtime.sync.undo_step()
                 step, result = self._run(before.args, seed, scale, fingerprint)
         loss, extra = self._apply_effects(step, result)
+        if loss is None:
+            return None
         delivered = with_gradients(loss, result.gradients, scale)
         return {"loss": delivered, **extra} if extra is not None else delivered
 
@@ -277,6 +285,9 @@ class StepRunner:
         saved = [buffer.clone() for buffer in runtime.buffers.tensors()]
         with torch.no_grad():
             output = runtime.forward(inputs, seed, fingerprint, everywhere=False)
+            if output is SKIPPED:
+                rewind_random_state()
+                return
             pairs = list(zip(runtime.buffers.tensors(), saved, strict=True))
             changed = [i for i, (buffer, old) in enumerate(pairs) if not torch.equal(buffer, old)]
             for buffer, old in pairs:
@@ -331,10 +342,11 @@ class StepRunner:
 
     def _apply_effects(
         self, step: LightningStep, result: TrainResult
-    ) -> tuple[Tensor, dict[str, Any] | None]:
+    ) -> tuple[Tensor | None, dict[str, Any] | None]:
         """Apply the step's side effects to this rank; return the loss and the step's other
         outputs."""
-        loss = step.apply(result.records, result.sizes if self.loss_per_microbatch else None)
+        per_microbatch = self.loss_per_microbatch and bool(result.sizes)
+        loss = step.apply(result.records, result.sizes if per_microbatch else None)
         self._log_unsendable_values(result.records[0])
         return loss, result.records[0]["extra"]
 

@@ -42,8 +42,9 @@ from lightning_dlres.strategies.hetero_pipe.report_sections import pipeline_sect
 from lightning_dlres.strategies.hetero_pipe.runner_setup import make_runner
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
 from lightning_dlres.strategies.hetero_pipe.step.single_device_view import sees_single_device
-from lightning_dlres.strategies.hetero_pipe.step.user_step import SplitBatch, StepContext
+from lightning_dlres.strategies.hetero_pipe.step.step_context import SplitBatch, StepContext
 from lightning_dlres.strategies.hetero_pipe.step_runner import StepRunner
+from lightning_dlres.strategies.hetero_pipe.trainer_adaptations import adapted_trainer
 from lightning_dlres.strategies.hetero_pipe.unsupported_callbacks import refuse_unsupported
 
 PrecisionContext = Callable[[], AbstractContextManager[Any]]
@@ -256,6 +257,8 @@ class HeteroPipeStrategy(PartitionedStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         is_plain = self._options.is_plain_training(self.world_size)
         refuse_unsupported(trainer, module, is_plain=is_plain)
+        if self.world_size > 1:
+            self._until_teardown.enter_context(adapted_trainer(trainer, module, self._connected))
         self.model = self.precision_plugin.convert_module(module)
         is_whole = not self.restore_checkpoint_after_setup
         context = self._make_step_context()

@@ -13,8 +13,10 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_dlres import _compat
 from lightning_dlres.core.errors import ConfigError
 
 # Name of the step that each entry point of the Trainer runs.
@@ -70,6 +72,7 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, *, is_plain: b
         )
     if fitting and not is_plain:
         refuse_callbacks(trainer)
+        refuse_synced_batchnorm(trainer)
     if not is_plain:
         refuse_dataloader_iter(trainer, module)
 
@@ -86,6 +89,20 @@ def refuse_callbacks(trainer: Trainer) -> None:
                 raise ConfigError(
                     f"{type(callback).__name__} cannot work with a pipeline: {reason_and_fix}."
                 )
+
+
+def refuse_synced_batchnorm(trainer: Trainer) -> None:
+    """Raise if the Trainer synchronises BatchNorm, which a pipeline cannot.
+
+    Raises:
+        ConfigError: If it does.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, ParallelStrategy) and _compat.syncs_batchnorm(strategy):
+        raise ConfigError(
+            "sync_batchnorm must be False for a pipeline, in which BatchNorm sees one micro-batch "
+            "at a time, got True. Use HeteroPipeStrategy(microbatches=1), or GroupNorm."
+        )
 
 
 def refuse_dataloader_iter(trainer: Trainer, module: LightningModule) -> None:

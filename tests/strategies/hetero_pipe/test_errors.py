@@ -63,9 +63,9 @@ class NeverCallsNet(Faultless):
         return batch[0].sum() * self.net[0].weight.sum()
 
 
-class ReturnsNone(Faultless):
+class ReturnsNoLoss(Faultless):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.net(batch[0])
+        return {"output": self.net(batch[0])}
 
 
 class ManualOptimization(Faultless):
@@ -349,10 +349,10 @@ def assert_raised_on_all_ranks(
             "exactly once in every step, got a step that returned without a call",
         ),
         (
-            ReturnsNone,
+            ReturnsNoLoss,
             Samples,
             UnsupportedStepError,
-            "under 'loss', got NoneType",
+            "under 'loss', got dict",
         ),
         (
             RankDependentBatch,

@@ -21,7 +21,8 @@ from lightning_dlres.core import rng
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import LayerTensorGuard
-from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
+from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
+from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 
 # Relative difference of two outputs that counts as rounding.
 _TOLERANCE = 1e-3

@@ -83,7 +83,8 @@ def reason_against_microbatches(
     finally:
         whole.restore_metrics()
         rewind_random_state()
-    reason = _loss_difference(loss, part_loss) or gradient_difference
+    reason = reason_in_skips([*whole.skipped, *parts.skipped])
+    reason = reason or _loss_difference(loss, part_loss) or gradient_difference
     runs = [*whole.effects.fingerprints, *parts.effects.fingerprints]
     if reason is None and compares_values:
         reason = reason_in_fingerprints(runs)
@@ -112,6 +113,9 @@ def reason_in_records(records: Sequence[Tree], logs: Sequence[Sequence[LogRecord
         records: Records of the last stages.
         logs: Calls of `self.log` for every micro-batch.
     """
+    reason = reason_in_skips([flag for record in records for flag in record["skipped"]])
+    if reason is not None:
+        return reason
     names = [[record.name for record in part] for part in logs]
     other = next((other for other in names if other != names[0]), None)
     if other is not None:
@@ -127,6 +131,13 @@ def reason_in_records(records: Sequence[Tree], logs: Sequence[Sequence[LogRecord
         )
         if reason is not None:
             return reason
+    return None
+
+
+def reason_in_skips(skipped: Sequence[bool]) -> str | None:
+    """Return the reason against micro-batches if only some runs of a step return None."""
+    if any(skipped) and not all(skipped):
+        return "training_step returns None for only some micro-batches, or only for the whole batch"
     return None
 
 
@@ -195,7 +206,7 @@ def _run_on_batch(
 ) -> tuple[Tensor, list[Tensor | None], list[LogRecord]]:
     """Return the loss of the whole batch, its gradients for the module's output, and the logs."""
     leaves = _leaves(output)
-    loss = step.finish(_changeable(leaves), None, sizes)
+    loss = _loss_or_zero(step.finish(_changeable(leaves), None, sizes))
     return loss.detach(), _gradients(loss, leaves), step.effects.logs[0]
 
 
@@ -210,7 +221,8 @@ def _run_on_parts(
     losses, comparison = [], _GradientComparison(gradients, sizes)
     for m, part in enumerate(cut(output, sizes)):
         leaves = _leaves(part)
-        loss = step.finish(_changeable(leaves), m, sizes) * (sizes[m] / sum(sizes))
+        loss = _loss_or_zero(step.finish(_changeable(leaves), m, sizes))
+        loss = loss * (sizes[m] / sum(sizes))
         losses.append(loss.detach())
         comparison.add(m, _gradients(loss, leaves))
     total = torch.stack(losses).sum()
@@ -271,6 +283,10 @@ def _leaves(output: Tree) -> Tree:
     return map_tensors(
         lambda t: t.detach().requires_grad_(t.is_floating_point() or t.is_complex()), output
     )
+
+
+def _loss_or_zero(loss: Tensor | None) -> Tensor:
+    return torch.zeros(()) if loss is None else loss
 
 
 def _changeable(leaves: Tree) -> Tree:

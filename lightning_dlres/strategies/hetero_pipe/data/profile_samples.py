@@ -16,13 +16,20 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_dlres import _compat
 from lightning_dlres.core import rng
+from lightning_dlres.core.errors import DlresError
 from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.pipeline.execute.runtime import SKIPPED
 from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
 from lightning_dlres.pipeline.stage.microbatch import cut_batch, microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import copy_loader
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
 from lightning_dlres.strategies.hetero_pipe.step.single_device_view import single_device_view
-from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
+from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
+from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
+
+
+class SkippedSamplesError(DlresError):
+    """Error of samples for which `training_step` returns None before the module's call."""
 
 
 def read_samples(
@@ -40,6 +47,7 @@ def read_samples(
 
     Raises:
         NoCopyError: If the loader cannot be copied.
+        SkippedSamplesError: If `training_step` skips the samples.
     """
     rewind_random_state = rng.rewinder(context.device)
     try:
@@ -121,7 +129,10 @@ def _module_inputs(context: StepContext, batch: Any) -> Tree:
     """Return the inputs of the pipelined module for a batch."""
     step = LightningStep(context, context.trial_args(batch), keeps_batch=True, is_trial=True)
     with torch.no_grad():
-        return step.module_inputs()
+        inputs = step.module_inputs()
+    if inputs is SKIPPED:
+        raise SkippedSamplesError("training_step returned None for the first samples")
+    return inputs
 
 
 def _resolved(option: int | str, default: int | None) -> Any:

@@ -116,6 +116,8 @@ def doubt_about_batch(
         checks_gradients: Whether a gradient that is not finite counts as a sign. With a gradient
             scaler it must not: the scale alone may make gradients overflow.
     """
+    if all(flag for record in records for flag in record["skipped"]):
+        return "training_step returns None for every micro-batch"
     losses = torch.cat([record["losses"].double().cpu() for record in records])
     if not bool(losses.isfinite().all()):
         return "the loss of a micro-batch is not finite"

@@ -9,29 +9,20 @@ collects the run's side effects (changes, logs and printed text), and every rank
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_dlres.core import rng
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
-from lightning_dlres.pipeline.execute.layer_settings import LayerSettings
-from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
+from lightning_dlres.pipeline.execute.runtime import SKIPPED
 from lightning_dlres.pipeline.stage.microbatch import cut_batch
-from lightning_dlres.strategies.hetero_pipe.replay.attributes import UserState
 from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord
-from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 from lightning_dlres.strategies.hetero_pipe.replay.step_effects import StepEffects
-from lightning_dlres.strategies.hetero_pipe.replay.trainer_settings import settings_owners
-from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import UntrackedState
-from lightning_dlres.strategies.hetero_pipe.replay.user_objects import is_data_source
 from lightning_dlres.strategies.hetero_pipe.step.normalisers import NormaliserRecorder
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import (
     LayerTensorGuard,
@@ -39,11 +30,8 @@ from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import (
     graph_leaves,
     layer_weight_error,
 )
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import PipelinedModule
 from lightning_dlres.strategies.hetero_pipe.step.single_device_view import single_device_view
-
-# Takes a batch and the sizes of its parts in samples, and returns the parts.
-SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
+from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 
 
 class _StopAtCall(BaseException):
@@ -57,86 +45,14 @@ class _StopAtCall(BaseException):
 
 
 @dataclass
-class StepContext:
-    """Objects that all steps of a run share.
-
-    Attributes:
-        module: The LightningModule.
-        pipelined: The module that is cut into stages.
-        metrics: The metrics of the LightningModule, of callbacks, and of what these refer to.
-        device: Device of this rank.
-        precision: Returns the precision plugin's context, in which the step runs.
-        split_batch: The user's function that cuts a batch, described at `SplitBatch`; None for the
-            built-in one.
-        layer_tensors: Tensors that layers made before training and that user code still holds.
-        settings: Settings of the layers, which a step must not change.
-        state: The user's state, which a step may change.
-    """
-
-    module: LightningModule
-    pipelined: PipelinedModule
-    metrics: MetricStates
-    device: torch.device
-    precision: Callable[[], AbstractContextManager[Any]]
-    split_batch: SplitBatch | None = None
-    layer_tensors: LayerTensors = field(default_factory=LayerTensors)
-
-    def __post_init__(self) -> None:
-        self.pipeline(self.pipelined)
-
-    def pipeline(self, pipelined: PipelinedModule) -> None:
-        """Set the module that is cut into stages, with other layers than before."""
-        self.pipelined = pipelined
-        layers = pipelined.layers
-        trainer = self.module.trainer
-        shared = (module for _, module in layers.non_pipelined_modules())
-        self.settings = LayerSettings(self.module, layers.modules, shared)
-        self.state = UserState(
-            layers.non_pipelined_modules,
-            layers.modules,
-            trainer.callbacks,  # type: ignore[attr-defined]
-            lambda: settings_owners(trainer),
-        )
-
-    def untracked_state(self) -> UntrackedState:
-        """Return, as it is now, the state that a step can change and that no run undoes."""
-        module, layers = self.module, self.pipelined.layers
-        callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
-        roots = [
-            ("self", module),
-            *((f"trainer.callbacks[{i}]", c) for i, c in enumerate(callbacks)),
-        ]
-        settings = settings_owners(module.trainer)
-        roots += [item for item in settings.items() if is_data_source(item[1])]
-        owners = [module, *(m for _, m in layers.non_pipelined_modules()), *callbacks]
-        return UntrackedState(roots, [type(owner) for owner in owners], layers.modules)
-
-    def trial_args(self, batch: Any) -> tuple[Any, ...]:
-        """Return the arguments of `training_step` for a trial on a batch, by Lightning's rule: the
-        batch, and 0 as its index if the step takes one."""
-        takes_index = is_param_in_hook_signature(self.module.training_step, "batch_idx", min_args=2)
-        return (batch, 0) if takes_index else (batch,)
-
-    def register_metrics(self) -> None:
-        """Register all metrics in the user's state, also those that are no submodules.
-
-        Called before every step, because user code may make metrics at any time.
-        """
-        self.metrics.register(self.state.all_metrics())
-
-    def all_metrics(self) -> list[Metric]:
-        """Return the metrics of the LightningModule, of callbacks, and of what these refer to."""
-        self.register_metrics()
-        return list(self.metrics.metrics.values())
-
-
-@dataclass
 class LightningStep:
     """One training step on this rank, as a `pipeline.execute.training.UserStep`.
 
     Every rank makes one instance for every step. The order is:
 
-    1. The first stage of every replica calls `module_inputs` once. The run is undone.
+    1. The first stage of every replica calls `module_inputs` once. The run is undone. If the step
+       returns None before the module's call, it skips the batch: the last stage of the first
+       replica alone runs the step once more, for its side effects.
     2. The last stage of every replica calls `finish`: once for the whole batch, or once for each
        micro-batch of the replica. Every run starts from the same state, is undone, and has its
        side effects collected. A replica without a micro-batch does not run the step.
@@ -153,7 +69,8 @@ class LightningStep:
         is_trial: Whether only the loss is needed, as in checks and profiling. A trial shows no
             messages of `logging`, and does not refuse changes of the layers' settings.
         effects: What the runs of the step changed, logged and printed.
-        losses: Loss of every run.
+        losses: Loss of every run; 0 for a run that returned None.
+        skipped: For every run, True if it returned None.
         extra: Values beside the loss in the dict that the step returned; None without a dict, and
             after a run on one of several micro-batches.
         normalisers: For every run on a micro-batch, the values that normalise its loss.
@@ -167,6 +84,7 @@ class LightningStep:
     keeps_batch: bool = False
     is_trial: bool = False
     losses: list[Tensor] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
     extra: dict[str, Any] | None = None
     normalisers: list[list[float]] = field(default_factory=list)
     operations: list[str] = field(default_factory=list)
@@ -186,6 +104,8 @@ class LightningStep:
     def module_inputs(self) -> Tree:
         """Run the step up to the call of the module and return this call's inputs, as one tree.
 
+        The result is `SKIPPED` if the step returns None without a call.
+
         Raises:
             UnsupportedStepError: If the step does not call the module, uses a layer's weight before
                 the call, or changes a setting of a layer.
@@ -201,19 +121,24 @@ class LightningStep:
                     self._user_code(PipelinedWeightGuard(self.context.layer_tensors)),
                     self.context.pipelined.intercepted(stop),
                 ):
-                    module.training_step(*self._batch_args())
+                    result = module.training_step(*self._batch_args())
             except _StopAtCall as signal:
                 self._refuse_gradients_past_pipeline(tensors_of(signal.inputs))
                 return signal.inputs
+        if result is None:
+            return SKIPPED
         raise self._wrong_number_of_calls(0)
 
-    def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
+    def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor | None:
         """Run the step with `output` as the result of the module's call and return the loss.
 
+        The result is None if the step returns None.
+
         Args:
-            output: Output of the last layer, for the batch or a micro-batch.
+            output: Output of the last layer, for the batch or a micro-batch; None if the step skips
+                the batch before the call.
             microbatch: Index of the micro-batch; None for the whole batch.
-            sizes: Samples of every micro-batch.
+            sizes: Samples of every micro-batch; empty if the step skips the batch before the call.
 
         Raises:
             UnsupportedStepError: If the step does not call the module exactly once, makes an
@@ -238,19 +163,20 @@ class LightningStep:
         with self.effects.isolated(context.layer_tensors, shows_logging=shows_logging) as run:
             with (
                 self._user_code(guard),
-                self._module_returns(lambda inputs: context.pipelined.output(output), guard),
                 # In a real step the first run is enough to notice a change of settings. A trial
                 # goes on after a change, so it undoes the changes of every run.
                 self._layer_settings_restored() if self.is_trial or is_first_run else nullcontext(),
             ):
-                result = context.module.training_step(*args)
+                result = self._result_of(args, lambda _: context.pipelined.output(output), guard)
             self.effects.collect(run)
         loss = self._loss_of(result, is_whole=len(sizes) == 1 or microbatch is None)
-        self._refuse_gradients_past_pipeline([loss])
+        self._refuse_gradients_past_pipeline([] if loss is None else [loss])
         if isinstance(guard, NormaliserRecorder):
             self.normalisers.append(guard.values())
             self.operations.append(guard.operations())
-        self.losses.append(loss.detach())
+        self.skipped.append(loss is None)
+        no_loss = torch.zeros((), device=context.device)
+        self.losses.append(no_loss if loss is None else loss.detach())
         return loss
 
     def record(self) -> Tree:
@@ -260,6 +186,7 @@ class LightningStep:
         """
         return {
             "losses": torch.stack(self.losses),
+            "skipped": self.skipped,
             **self.effects.to_tree(by_parts=self._parts is not None),
             "extra": self.extra,
             "normalisers": self.normalisers,
@@ -267,8 +194,10 @@ class LightningStep:
             "finite": [bool(flag) for flag in self.finite],
         }
 
-    def apply(self, records: Sequence[Tree], part_sizes: Sequence[int] | None) -> Tensor:
+    def apply(self, records: Sequence[Tree], part_sizes: Sequence[int] | None) -> Tensor | None:
         """Apply the step's side effects to this rank, and return the loss of the batch.
+
+        The result is None if the step returned None.
 
         Args:
             records: Results of `record`, the same on all ranks.
@@ -276,6 +205,8 @@ class LightningStep:
                 run on the whole batch.
         """
         self.effects.apply(records, part_sizes)
+        if any(flag for record in records for flag in record["skipped"]):
+            return None
         losses = torch.cat([record["losses"].to(self.context.device) for record in records])
         if part_sizes is None:
             return losses[0]
@@ -310,9 +241,12 @@ class LightningStep:
         """
         context = self.context
         with self.effects.isolated(context.layer_tensors, guard.layer_tensors) as run:
-            with self._user_code(guard), self._module_returns(layers, guard):
-                result = context.module.training_step(*self._batch_args())
-        return self._loss_of(result, is_whole=True), run.logs
+            with self._user_code(guard):
+                result = self._result_of(self._batch_args(), layers, guard)
+        loss = self._loss_of(result, is_whole=True)
+        if loss is None:
+            raise UnsupportedStepError("training_step returned None, which shows no loss")
+        return loss, run.logs
 
     @contextmanager
     def _layer_settings_restored(self) -> Iterator[None]:
@@ -337,12 +271,11 @@ class LightningStep:
         with self.context.precision(), single_device_view("training_step"), guard:
             yield
 
-    @contextmanager
-    def _module_returns(
-        self, answer: Callable[[Tree], Tree], guard: PipelinedWeightGuard
-    ) -> Iterator[None]:
-        """Context manager in which a call of the pipelined module returns `answer(inputs)`; refuses
-        a step that does not make exactly one call."""
+    def _result_of(
+        self, args: tuple[Any, ...], answer: Callable[[Tree], Tree], guard: PipelinedWeightGuard
+    ) -> Any:
+        """Return the result of `training_step`, in which the module's call returns
+        `answer(inputs)`; refuse a step that makes several calls, or returns a loss without one."""
         num_calls = 0
 
         def handle(inputs: Tree) -> Tree:
@@ -355,9 +288,10 @@ class LightningStep:
             return output
 
         with self.context.pipelined.intercepted(handle):
-            yield
-        if not num_calls:
+            result = self.context.module.training_step(*args)
+        if not num_calls and result is not None:
             raise self._wrong_number_of_calls(0)
+        return result
 
     def _wrong_number_of_calls(self, num_calls: int) -> UnsupportedStepError:
         if num_calls:
@@ -415,14 +349,18 @@ class LightningStep:
                 )
         return (self._parts[microbatch], *self.args[1:])
 
-    def _loss_of(self, result: Any, is_whole: bool) -> Tensor:
+    def _loss_of(self, result: Any, is_whole: bool) -> Tensor | None:
         """Return the loss in a result of `training_step`, as a tensor without dimensions.
+
+        None, which skips the batch, stays None.
 
         A run on the whole batch also sets `extra`.
 
         Raises:
             UnsupportedStepError: If the result has no loss, or one with several elements.
         """
+        if result is None:
+            return None
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = type(result).__name__
@@ -430,8 +368,7 @@ class LightningStep:
                 got = f"a tensor of shape {tuple(loss.shape)}"
             raise UnsupportedStepError(
                 "training_step must return a scalar tensor, or a dict with one under 'loss', got "
-                f"{got}. Return a scalar loss in every step: None, which skips a step in plain "
-                "training, is not supported."
+                f"{got}. Return a scalar loss, or None to skip the batch."
             )
         if is_whole and isinstance(result, Mapping):
             extra = {key: value for key, value in result.items() if key != "loss"}

@@ -173,7 +173,9 @@ def normalisers_of(loss: Any, *sizes: int) -> list[list[float]]:
 
 
 def record(rows: list[list[float]], loss: float = 1.0) -> dict[str, Any]:
-    return {"losses": torch.full((len(rows),), loss), "normalisers": rows, "finite": [True]}
+    losses = torch.full((len(rows),), loss)
+    skipped = [False] * len(rows)
+    return {"losses": losses, "skipped": skipped, "normalisers": rows, "finite": [True]}
 
 
 def test_operations_show_another_loss_and_no_other_number_of_samples() -> None:
