@@ -20,9 +20,11 @@ from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (
     Case,
     Classifier,
+    batches,
     differences_in,
     fit,
     no_differences_in,
+    trainer_for,
 )
 
 
