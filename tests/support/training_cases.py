@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.distributed import FileStore
 from torch.nn import functional as F
@@ -70,6 +70,7 @@ class Case:
         data: Makes the loader.
         options: Further arguments of the strategy.
         trainer: Further arguments of the Trainer.
+        callbacks: Makes the callbacks of a run.
     """
 
     make: Callable[[], LightningModule]
@@ -78,6 +79,7 @@ class Case:
     data: Callable[[], Any] = batches
     options: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[], list[Callback]] | None = None
 
 
 @dataclass
@@ -140,7 +142,8 @@ def fit(context: RankContext | None, case: Case) -> Fitted:
     """Train one case; on one device without a context."""
     seed_everything(3, verbose=False)
     model, strategy = case.make(), {**case.options, "schedule": case.schedule}
-    trainer = trainer_for(context, **strategy, **case.trainer)
+    callbacks = {} if case.callbacks is None else {"callbacks": case.callbacks()}
+    trainer = trainer_for(context, **strategy, **case.trainer, **callbacks)
     trainer.fit(model, case.data())
     return Fitted(
         str(getattr(trainer.strategy, "schedule", "")),
