@@ -178,6 +178,7 @@ def write_files(context: RankContext, directory: Path) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.exhaustive
 def test_files_are_those_of_a_single_device(pool: RankPool, tmp_path: Path) -> None:
     files, _ = pool.run(write_files, 2, tmp_path)
     assert files["plain"] == files["pipeline"]

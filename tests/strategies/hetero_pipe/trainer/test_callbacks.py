@@ -1,4 +1,4 @@
-"""Callbacks of Lightning over two ranks: they see and do what they see and do on a single device."""
+"""Callbacks of Lightning over two ranks: they see and do the same as on a single device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -60,9 +59,9 @@ class OwnBar(ProgressBar):
         self.enable = lambda: None
         self.disable = lambda: None
 
-    def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        batches = self.total_val_batches_current_dataloader
-        module.observed.append(float(batches) + len(self.get_metrics(trainer, module)))
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        metrics = self.get_metrics(trainer, module)
+        module.observed += [float(self.total_train_batches), float(metrics["loss_step"])]
 
 
 class OwnCheckpoint(Checkpoint):
@@ -73,10 +72,6 @@ class OwnCheckpoint(Checkpoint):
         state = torch.load("own.ckpt", weights_only=False)
         module.observed += [float(value.norm()) for value in state["state_dict"].values()]
         module.observed.append(float(len(state["optimizer_states"][0]["state"])))
-
-
-class NoSteps(Watched):
-    """Watched model in whose run the number of steps depends on nothing else."""
 
 
 CASES: dict[str, Case] = {
@@ -154,7 +149,7 @@ def logged_columns(context: RankContext) -> list[Any]:
         RecordsSummary.shown = None
         logger = CSVLogger(f"{context.rank} {run_context is None}")
         statistics = mock.patch.object(
-            CPUAccelerator, "get_device_stats", lambda self, device: {"load": 1.0}
+            CPUAccelerator, "get_device_stats", return_value={"load": 1.0}
         )
         trainer = trainer_for(
             run_context,
@@ -266,7 +261,3 @@ def test_the_tuner_finds_the_learning_rate_but_not_the_batch_size(pool: RankPool
     for expected, actual, message in pool.run(tune, 2):
         assert actual == pytest.approx(expected, rel=1e-4)
         assert re.match(f"{BatchSizeFinder.__name__} cannot work with a pipeline", message)
-
-
-class ReadsShapes(Callback):
-    """Callback that uses nothing but the public interface of a callback."""
