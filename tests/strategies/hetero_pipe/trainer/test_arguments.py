@@ -122,6 +122,26 @@ def test_true_half_precision(pool: RankPool) -> None:
     assert outcomes == no_differences_in(HALF_PRECISION)
 
 
+class AddsGroup(Watched):
+    """Model whose optimizer gets a group of parameters, of another stage, in the second epoch."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[0].parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_epoch_start(self) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        if self.current_epoch == 1:
+            optimizer.add_param_group({"params": self.net[4].parameters(), "lr": 0.3})
+
+
+GROUPS = {"added": watched(AddsGroup)}
+
+
+@pytest.mark.exhaustive
+def test_groups_that_are_added_during_the_run(pool: RankPool) -> None:
+    assert pool.run(compare, 2, GROUPS, 1e-5) == no_differences_in(GROUPS)
+
+
 class OtherClock(Callback):
     """Callback that lets the clock of each rank tell another time until the next validation."""
 
