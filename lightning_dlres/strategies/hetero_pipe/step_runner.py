@@ -151,6 +151,9 @@ class StepRunner:
                 step, result = self._run(before.args, seed, scale, fingerprint)
         loss, extra = self._apply_effects(step, result)
         if loss is None:
+            if result.sizes and self.may_change_schedule:
+                # The residuals of compression that went into the unused gradients are sent again.
+                self.runtime.sync.undo_step()
             return None
         delivered = with_gradients(loss, result.gradients, scale)
         return {"loss": delivered, **extra} if extra is not None else delivered

@@ -134,12 +134,43 @@ class AddsGroup(Watched):
             optimizer.add_param_group({"params": self.net[4].parameters(), "lr": 0.3})
 
 
-GROUPS = {"added": watched(AddsGroup)}
+class OneCycle(Watched):
+    """Model whose scheduler needs the number of steps of the run."""
+
+    def configure_optimizers(self) -> Any:
+        steps = int(self.trainer.estimated_stepping_batches)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+class Plateau(Watched):
+    """Model whose scheduler follows a logged value."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, threshold=10.0
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "val"},
+        }
+
+
+OPTIMIZERS = {
+    "group added": watched(AddsGroup),
+    "one cycle": watched(OneCycle),
+    "plateau": watched(Plateau, max_epochs=3),
+}
 
 
 @pytest.mark.exhaustive
-def test_groups_that_are_added_during_the_run(pool: RankPool) -> None:
-    assert pool.run(compare, 2, GROUPS, 1e-5) == no_differences_in(GROUPS)
+def test_optimizers_and_schedulers(pool: RankPool) -> None:
+    assert pool.run(compare, 2, OPTIMIZERS, 1e-5) == no_differences_in(OPTIMIZERS)
 
 
 class OtherClock(Callback):

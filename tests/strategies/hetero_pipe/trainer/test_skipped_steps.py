@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_dlres import UnsupportedStepError
-from tests.support.models import Samples
+from lightning_dlres import HeteroPipeStrategy, PipelinePlan, UnsupportedStepError
+from lightning_dlres.core.wire.tree import tensors_of
+from lightning_dlres.pipeline.execute.digest import digest
+from tests.support.models import QUIET, Samples
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (
     Case,
@@ -125,6 +127,68 @@ def test_a_step_that_returns_none_skips_the_batch(pool: RankPool) -> None:
 def test_batches_are_skipped_under_every_schedule(pool: RankPool, ranks: int) -> None:
     cases = {**CASES, **MORE_CASES}
     assert pool.run(compare, ranks, cases) == no_differences_in(cases, ranks)
+
+
+ONE_DEVICE = {
+    "one device": Case(
+        SkipsBefore,
+        "gpipe",
+        options={"plan": None, "stages": 1, "microbatches": 2},
+        trainer=watched(),
+    )
+}
+
+
+@pytest.mark.exhaustive
+def test_one_device_with_micro_batches_skips_batches(pool: RankPool) -> None:
+    assert pool.run(compare, 1, ONE_DEVICE) == no_differences_in(ONE_DEVICE, 1)
+
+
+class Wide(Classifier):
+    """Model whose gradients are large enough to be compressed; it skips the second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 260), nn.Tanh(), nn.Linear(260, 20))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
+class RecordsResiduals(Callback):
+    """Callback that records the residuals of compression after each batch."""
+
+    def __init__(self) -> None:
+        self.residuals: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        state = trainer.strategy._deployment.compression.state_dict()
+        self.residuals.append(state["units"])
+
+
+def residuals_of_steps(context: RankContext) -> list[bool]:
+    """Return for the second and the third batch: True if the residuals are still the same."""
+    callback = RecordsResiduals()
+    plan = PipelinePlan(replicas=((0,), (1,)), split=(3,))
+    trainer = Trainer(
+        strategy=HeteroPipeStrategy(plan=plan, gradient_codec="int8", timeout=30),
+        accelerator="cpu",
+        devices=2,
+        plugins=[context.environment],
+        max_epochs=1,
+        callbacks=[callback],
+        **QUIET,
+    )
+    trainer.fit(Wide(), batches())
+    assert tensors_of(callback.residuals)
+    digests = [digest(residuals) for residuals in callback.residuals]
+    return [digests[1] == digests[0], digests[2] == digests[1]]
+
+
+@pytest.mark.exhaustive
+def test_residuals_of_a_skipped_batch_are_kept(pool: RankPool) -> None:
+    assert pool.run(residuals_of_steps, 2) == [[True, False]] * 2
 
 
 def refusal_of_1f1b(context: RankContext) -> str:

@@ -74,8 +74,8 @@ CALLBACK_TESTS = {
     **{name: f"{CALLBACK}[{name}]" for name in test_callbacks.MORE_CASES},
 }
 FEATURE_TESTS = {
-    "parameter groups": "trainer/test_arguments::test_groups_that_are_added_during_the_run",
-    "learning rate schedulers": "trainer/test_arguments::test_arguments_together",
+    "parameter groups": "trainer/test_arguments::test_optimizers_and_schedulers",
+    "learning rate schedulers": "trainer/test_arguments::test_optimizers_and_schedulers",
     "`IterableDataset`": "test_trainer::test_training_works_with_a_loader_of_unknown_length",
     "`Tuner.lr_find`": TUNER,
     "`Tuner.scale_batch_size`": TUNER,
