@@ -21,7 +21,12 @@ from lightning_dlres.pipeline.capture.block_calls import (
 )
 from lightning_dlres.pipeline.capture.glue_mode import GlueMode
 from lightning_dlres.pipeline.capture.paths import Decisions, Paths
-from lightning_dlres.pipeline.capture.recording import is_decision, operation_name, plain
+from lightning_dlres.pipeline.capture.recording import (
+    METADATA,
+    is_decision,
+    operation_name,
+    plain,
+)
 from lightning_dlres.pipeline.capture.skeleton import Skeleton, meta_of, placeholder
 from lightning_dlres.pipeline.capture.tensors import replaced, tensors_in
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Boundary, Event, Value
@@ -231,7 +236,7 @@ class SegmentRun(GlueMode):
         index, self._glue = self._glue, self._glue + 1
         if not self._is_live:
             return self._before_layers(index, function, args, kwargs)
-        if self._own:
+        if self._own and operation_name(function) not in METADATA:
             args, kwargs = replaced(self._own_result, (args, kwargs))
         result = function(*args, **kwargs)
         outputs = list(tensors_in(result))
@@ -253,10 +258,13 @@ class SegmentRun(GlueMode):
             raise self._other_path(f"{name} in the place of {planned}")
         assert self._begin is not None
         event = events[index]
+        if event.reads_values:
+            return self._decide(function, *replaced(self._own_result, (args, kwargs)))
+        if name in METADATA:
+            # Placeholders have it. Code may need the object itself, such as a `grad_fn` for a hook.
+            return function(*args, **kwargs)
         if self._own:
             args, kwargs = replaced(self._own_result, (args, kwargs))
-        if event.reads_values:
-            return self._decide(function, args, kwargs)
         if index in self._begin.repeated:
             result = function(*args, **kwargs)
             for position, tensor in enumerate(tensors_in(result)):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -12,13 +15,18 @@ from torch.utils.data import DataLoader
 
 from benchmarks.support.capture_models import CaptureCase, family_cases
 from benchmarks.support.capture_models.case import call
+from lightning_dlres import PipelinePlan
 from lightning_dlres.core.wire.tree import tensors_of
+from lightning_dlres.pipeline.capture.captured import capture
+from lightning_dlres.pipeline.plan.plan import consecutive_replicas
+from lightning_dlres.pipeline.stage.microbatch import microbatch_sizes
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, differences_in, fit, no_differences_in
 
 SAMPLES, STEPS, VOCABULARY, LENGTH = 4, 4, 11, 6
-# Layers are measured.
-OPTIONS = {"plan": None, "microbatches": 2, "module": "net"}
+MEASURED = {"plan": None, "microbatches": 2, "module": "net"}
+# Modules that are refused.
+UNCUT = ("siamese", "running_statistics")
 NAMES = ("unet", "lstm_classifier", "encoder_decoder", "tied_language_model", "shared_depth")
 
 
@@ -101,12 +109,25 @@ OWN_LOSS = CaptureCase("own loss", "by hand", OwnLoss, padded_batch, lambda outp
 def cases() -> dict[str, Case]:
     hand_made = family_cases("by hand")
     return {
-        **{name: Case(lambda n=name: Trained(hand_made[n]), options=OPTIONS) for name in NAMES},
-        "own loss": Case(lambda: Trained(OWN_LOSS), expected_schedule="gpipe", options=OPTIONS),
+        **{name: cut_case(hand_made[name], 2) for name in NAMES},
+        "own loss": Case(lambda: Trained(OWN_LOSS), expected_schedule="gpipe", options=MEASURED),
         "not named": Case(
-            lambda: Trained(hand_made["class_token"]), options={**OPTIONS, "module": None}
+            lambda: Trained(hand_made["class_token"]), options={**MEASURED, "module": None}
         ),
     }
+
+
+def cut_case(case: CaptureCase, stages: int, schedule: str = "auto", microbatches: int = 2) -> Case:
+    """Return a case whose layers are cut evenly, without a measurement."""
+    batch = case.batch(SAMPLES, 0)
+    inputs = ((), batch) if isinstance(batch, dict) else (batch, {})
+    layers = len(capture(case.make(), inputs).blocks)
+    plan = PipelinePlan(
+        replicas=consecutive_replicas(stages, stages),
+        split=tuple(microbatch_sizes(layers, stages)),
+    )
+    options = {"plan": plan, "stages": stages, "microbatches": microbatches, "module": "net"}
+    return Case(lambda: Trained(case), schedule, options=options)
 
 
 def compare(context: RankContext) -> dict[str, list[str]]:
@@ -120,6 +141,65 @@ def _with_loader(case: Case) -> Case:
 
 def test_modules_of_any_class_train_as_on_one_device(pool: RankPool) -> None:
     assert pool.run(compare, 2) == no_differences_in(cases())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_captured_modules_train_at_any_number_of_stages(
+    pool: RankPool, stages: int, schedule: str
+) -> None:
+    hand_made = family_cases("by hand")
+    names = [n for n in hand_made if hand_made[n].is_per_sample and n not in UNCUT]
+    expected = [{name: [] for name in names}] * stages
+    assert pool.run(compare_hand_made, stages, names, stages, schedule) == expected
+
+
+def compare_hand_made(
+    context: RankContext, names: list[str], stages: int, schedule: str
+) -> dict[str, list[str]]:
+    hand_made = family_cases("by hand")
+    return differences_in(
+        context, {n: _with_loader(cut_case(hand_made[n], stages, schedule)) for n in names}
+    )
+
+
+def counted_hooks(context: RankContext, is_plain: bool, microbatches: int) -> dict[str, int]:
+    """Return how often the hooks of each module have fired in training, on this rank."""
+    case = _with_loader(cut_case(family_cases("by hand")["unet"], 2, "gpipe", microbatches))
+    model, counts = case.make(), Counter[str]()
+
+    class Counting(type(model)):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            # Hooks also fire in the runs at the start.
+            self.counts.clear()
+
+        def on_train_epoch_start(self) -> None:
+            counts.clear()
+
+        def on_validation_start(self) -> None:
+            self.counts.update(counts)
+            counts.clear()
+
+    model.__class__, model.counts = Counting, Counter[str]()
+    for name, module in model.net.named_modules():
+        # The others, which have no parameters of their own, may run on several stages.
+        if not list(module.parameters(recurse=False)):
+            continue
+        for kind in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
+            register = getattr(module, f"register_{kind}_hook")
+            register(lambda *_, n=f"{name} {kind}": counts.update([n]))
+    fit(None if is_plain else context, replace(case, make=lambda: model))
+    return dict(model.counts)
+
+
+def test_hooks_of_blocks_fire_as_often_as_in_plain_training(pool: RankPool) -> None:
+    (plain,) = pool.run(counted_hooks, 1, True, 1)
+    assert set(plain.values()) == {2 * STEPS}
+    for microbatches in (1, 2):
+        first, last = pool.run(counted_hooks, 2, False, microbatches)
+        ours = Counter(first) + Counter(last)
+        assert ours == {name: microbatches * count for name, count in plain.items()}
 
 
 def held_parameters(context: RankContext) -> list[str]:
