@@ -23,7 +23,7 @@ def wave_loss(output: Any) -> Tensor:
     """
     losses = [
         (tensor.float() - _wave(tensor)).square().mean()
-        for tensor in _tensors(output)
+        for tensor in tensors_of(output)
         if tensor.requires_grad
     ]
     return torch.stack(losses).sum()
@@ -83,12 +83,13 @@ def _wave(tensor: Tensor) -> Tensor:
     return torch.arange(sample.numel(), dtype=torch.float32).cos().view(sample)
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output, also those inside its mappings, tuples and lists."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
         for value in output.values():
-            yield from _tensors(value)
+            yield from tensors_of(value)
     elif isinstance(output, tuple | list):
         for value in output:
-            yield from _tensors(value)
+            yield from tensors_of(value)

@@ -1,0 +1,8 @@
+"""Imports of the fork server, which take a process ten seconds."""
+
+from __future__ import annotations
+
+from benchmarks.support.capture.libraries import find_peers_environment, import_installed
+
+find_peers_environment()
+import_installed()
