@@ -17,13 +17,14 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from benchmarks.support.capture.libraries import find_peers_environment, is_installed
+from benchmarks.support.capture.libraries import is_installed
 from benchmarks.support.capture.runs import OURS, PEER, PLAIN, Runner
 from benchmarks.support.capture.tables import (
     SUMMARY_COLUMNS,
@@ -54,7 +55,6 @@ QUICK = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, print, and return the exit status: 2 if no model can be made, else 0."""
     chosen = _parsed(argv)
-    find_peers_environment()
     names = selected(chosen)
     for family in dict.fromkeys(names.values()):
         if not is_installed(family):
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Runner() as runner:
         for name, family in names.items():
             rows.append(measured(runner, name, family, chosen))
-            report(rows[-1])
+            report(rows[-1], with_peer=chosen.peer_errors)
     print(f"\n{table(SUMMARY_COLUMNS, summary_rows(rows))}", flush=True)
     if chosen.table is not None:
         chosen.table.write_text(document(rows, _settings(chosen)))
@@ -132,11 +132,12 @@ def measured(runner: Runner, name: str, family: str, chosen: argparse.Namespace)
         return CaseRow(name, family, verdicts[OURS], verdicts[PEER])
 
 
-def report(row: CaseRow) -> None:
-    """Print the verdicts on a case, and the whole error of ours."""
+def report(row: CaseRow, *, with_peer: bool) -> None:
+    """Print the verdicts on a case, and the whole errors of ours, and of the peer if asked for."""
     print(f"{row.name}: {row.layers()}; ours {row.ours.text()}; peer {row.peer.text()}", flush=True)
-    if row.ours.kind != EQUAL and row.ours.report:
-        print("    " + row.ours.report.strip().replace("\n", "\n    "), flush=True)
+    for verdict in (row.ours, row.peer) if with_peer else (row.ours,):
+        if verdict.kind != EQUAL and verdict.report:
+            print(textwrap.indent(verdict.report, "    "), flush=True)
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -154,6 +155,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=20, help="training steps")
     parser.add_argument("--without-peer", action="store_true", help="train only plainly and ours")
+    parser.add_argument("--peer-errors", action="store_true", help="print the peer's tracebacks")
     parser.add_argument(
         "--deadline", type=float, default=DEADLINE_SECONDS, help="seconds for each training"
     )

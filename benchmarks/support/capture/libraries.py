@@ -1,25 +1,13 @@
-"""Libraries of models, from this environment or from that of the benchmarks' peers."""
+"""Libraries of models: those that are installed, and their import."""
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 from benchmarks.support.capture_models.libraries import import_library
 
 # Library that a family of models needs.
 LIBRARIES = {"transformers": "transformers", "torchvision": "torchvision"}
-
-
-def find_peers_environment() -> None:
-    """Let imports find the packages of `make bench NAME=capture` that this environment lacks.
-
-    They come last in `sys.path`: torch and Lightning stay those of this environment.
-    """
-    for path in Path(sys.prefix).glob("peers/lib/python*/site-packages"):
-        if str(path) not in sys.path:
-            sys.path.append(str(path))
 
 
 def is_installed(family: str) -> bool:

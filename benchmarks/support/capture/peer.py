@@ -59,6 +59,9 @@ class TensorsOnly(nn.Module):
         self._places = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
+        # Stages after the first get no inputs but those that the first stage has computed.
+        args = tuple(tensor.clone() for tensor in args)
+        kwargs = {name: tensor.clone() for name, tensor in kwargs.items()}
         output = self.net(*args, **kwargs)
         if self._has_loss:
             return output.loss
@@ -71,7 +74,11 @@ def main() -> None:
     be_quiet()
     task, rank = Task.from_json(sys.argv[1]), int(os.environ["RANK"])
     with reporting(Path(task.directory, f"peer-{rank}"), (Exception,)) as report:
-        train(task, rank, report)
+        try:
+            train(task, rank, report)
+        except Exception as error:
+            # The outer errors of the pipeline say only in which stage it failed.
+            raise root_cause(error) from None
 
 
 def train(task: Task, rank: int, report: RankReport) -> None:
@@ -129,7 +136,14 @@ def first_exported(case: CaptureCase, batch: Batch, names: Sequence[str]) -> tup
             return pipe, help_given
         except Exception as error:
             errors.append(error)
-    raise errors[0].__cause__ or errors[0]
+    raise errors[0]
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the error that caused an error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def layer_names(case: CaptureCase, batch: Batch) -> list[str]:

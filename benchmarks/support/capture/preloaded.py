@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from benchmarks.support.capture.libraries import find_peers_environment, import_installed
+from benchmarks.support.capture.libraries import import_installed
 
-find_peers_environment()
 import_installed()

@@ -79,7 +79,7 @@ def summary_rows(rows: Sequence[CaseRow]) -> list[list[object]]:
     return table
 
 
-SUMMARY_COLUMNS = ("family", "contender", "cases", "equal", *KINDS)
+SUMMARY_COLUMNS = ("family", "contender", "cases", "share of equal", *KINDS)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

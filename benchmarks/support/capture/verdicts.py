@@ -24,6 +24,8 @@ LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-3
 # Least scale of a tensor, relative to the largest weight of the model. The gradient of some tensors
 # is zero but for rounding, such as that of the bias of keys in attention.
 _LEAST_SCALE = 1e-3
+# Lines of the innermost frames, and characters of the message, in the report of an error.
+_FRAME_LINES, _ERROR_CHARACTERS = 7, 2000
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def failure(run: Run) -> Verdict:
     """Return the verdict on a run that has not come to its end."""
     report, rank = first_error(run.reports)
     whole = "\n".join(
-        f"rank {number}: phase {each.phase}, exit status {status}\n{each.traceback}{output}"
+        f"rank {number}: phase {each.phase}, exit status {status}\n{_last_lines(each, output)}"
         for number, (each, status, output) in enumerate(
             zip(run.reports, run.exits, run.outputs, strict=True)
         )
@@ -158,6 +160,15 @@ def first_sentence(text: str) -> str:
     line = " ".join(text.split())
     sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z])", line, maxsplit=1)[0]
     return sentence if len(sentence) <= 200 else sentence[:197] + "..."
+
+
+def _last_lines(report: RankReport, output: str) -> str:
+    """Return the end of a rank's traceback; of its output if it has no traceback."""
+    if not report.traceback:
+        return output
+    # The innermost frames come before the message, which may have many lines.
+    frames = report.traceback.removesuffix("\n").removesuffix(report.error)
+    return "\n".join([*frames.splitlines()[-_FRAME_LINES:], report.error[:_ERROR_CHARACTERS]])
 
 
 def _crash(exits: Sequence[int | None]) -> str:
