@@ -19,6 +19,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -63,11 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not names:
         print("no model can be made. Run: make bench NAME=capture", file=sys.stderr)
         return 2
-    rows = []
-    with Runner() as runner:
-        for name, family in names.items():
-            rows.append(measured(runner, name, family, chosen))
-            report(rows[-1], with_peer=chosen.peer_errors)
+
+    def measure(case: tuple[str, str]) -> CaseRow:
+        row = measured(runner, *case, chosen)
+        report(row, with_peer=chosen.peer_errors)
+        return row
+
+    with Runner() as runner, ThreadPoolExecutor(chosen.jobs) as pool:
+        rows = list(pool.map(measure, names.items()))
     print(f"\n{table(SUMMARY_COLUMNS, summary_rows(rows))}", flush=True)
     if chosen.table is not None:
         chosen.table.write_text(document(rows, _settings(chosen)))
@@ -134,10 +138,11 @@ def measured(runner: Runner, name: str, family: str, chosen: argparse.Namespace)
 
 def report(row: CaseRow, *, with_peer: bool) -> None:
     """Print the verdicts on a case, and the whole errors of ours, and of the peer if asked for."""
-    print(f"{row.name}: {row.layers()}; ours {row.ours.text()}; peer {row.peer.text()}", flush=True)
+    text = f"{row.name}: {row.layers()}; ours {row.ours.text()}; peer {row.peer.text()}"
     for verdict in (row.ours, row.peer) if with_peer else (row.ours,):
         if verdict.kind != EQUAL and verdict.report:
-            print(textwrap.indent(verdict.report, "    "), flush=True)
+            text += "\n" + textwrap.indent(verdict.report, "    ")
+    print(text, flush=True)
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -156,6 +161,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="training steps")
     parser.add_argument("--without-peer", action="store_true", help="train only plainly and ours")
     parser.add_argument("--peer-errors", action="store_true", help="print the peer's tracebacks")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument(
         "--deadline", type=float, default=DEADLINE_SECONDS, help="seconds for each training"
     )

@@ -32,9 +32,7 @@ class CaseRow:
 
     def reference(self) -> str:
         """Return the reference of our pipeline, or of the peer if ours did not run."""
-        return str(
-            self.ours.notes.get("reference") or self.peer.notes.get("reference") or "-"
-        )
+        return str(self.ours.notes.get("reference") or self.peer.notes.get("reference") or "-")
 
     def cells(self) -> list[str]:
         """Return the row of a table."""

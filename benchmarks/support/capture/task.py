@@ -68,7 +68,9 @@ class Task:
     def batches(self) -> list[Batch]:
         """Return one batch for each step."""
         case = self.case()
-        return [_with_noise(case.name, case.batch(SAMPLES, seed), seed) for seed in range(self.steps)]
+        return [
+            _with_noise(case.name, case.batch(SAMPLES, seed), seed) for seed in range(self.steps)
+        ]
 
 
 class CaseModule(L.LightningModule):

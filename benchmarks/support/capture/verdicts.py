@@ -139,9 +139,7 @@ def failure(run: Run) -> Verdict:
         if report.is_refusal:
             return Verdict(REFUSED, text, report=whole, notes=report.notes)
         return Verdict(FAILED_AT_START, f"{report.error_class}: {text}", report=whole)
-    return Verdict(
-        FAILED_AT_STEP, f"{report.phase}: {report.error_class}: {text}", report=whole
-    )
+    return Verdict(FAILED_AT_STEP, f"{report.phase}: {report.error_class}: {text}", report=whole)
 
 
 def first_error(reports: Sequence[RankReport]) -> tuple[RankReport | None, int]:

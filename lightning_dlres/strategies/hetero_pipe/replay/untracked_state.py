@@ -140,7 +140,9 @@ def _entries(value: Any) -> Entries | None:
         is_plain = value.nbytes <= _MAX_ARRAY_BYTES and not value.dtype.hasobject
         return [("", zlib.crc32(value.tobytes()))] if is_plain else None
     if isinstance(value, dict):
-        return [(f"[{key!r}]", inner) for key, inner in value.items()]
+        # Not `value.items()`: that of a subclass may make its values, such as the mappings of
+        # transformers, which import all of its models.
+        return [(f"[{key!r}]", inner) for key, inner in dict.items(value)]
     if isinstance(value, (list, tuple, deque)):
         return [("", len(value)), *((f"[{i}]", inner) for i, inner in enumerate(value))]
     if isinstance(value, (set, frozenset)):
