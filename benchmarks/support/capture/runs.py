@@ -97,10 +97,7 @@ class Runner:
             seconds: Deadline.
         """
         with ExitStack() as stack:
-            files = [
-                stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-                for _ in range(world_size)
-            ]
+            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(world_size)]
             port = free_port()
             processes = [
                 self._start(contender, task, rank, world_size, port, file)

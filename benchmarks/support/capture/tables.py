@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.support.capture.verdicts import EQUAL, KINDS, Verdict
+
+# Text above the tables of the page.
+_PAGE = Path(__file__).with_name("page.md")
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def document(rows: Sequence[CaseRow], settings: str) -> str:
         rows: The verdicts.
         settings: Line that says how they were measured.
     """
-    parts = [_INTRODUCTION, settings, markdown(SUMMARY_COLUMNS, summary_rows(rows))]
+    parts = [_PAGE.read_text().rstrip(), settings, markdown(SUMMARY_COLUMNS, summary_rows(rows))]
     for family in by_family(rows):
         cells = [row.cells() for row in rows if row.family == family]
         parts += [f"## {family[0].upper()}{family[1:]}", markdown(COLUMNS, cells)]
@@ -104,21 +108,3 @@ def _cell(value: object) -> str:
     # Angle brackets and stars would be read as markup.
     text = str(value).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
     return text.replace("_", "\\_")
-
-
-_INTRODUCTION = """# Models that the pipeline cuts
-
-`make bench NAME=capture ARGS="--table docs/capture_table.md"` writes this page. Each model of a fixed list is trained for 20 steps of SGD with
-momentum, without dropout: plainly by a Trainer on one device, by `dlres_hetero_pipe`, and by `torch.distributed.pipelining.pipeline()`.
-[hetero_pipe.md](hetero_pipe.md#modules-with-a-forward-of-their-own) says how modules are cut.
-
-**Verdicts.** "equal": the loss of each step differs from that of plain training by at most 1e-4 of it, and each weight by at most 1e-3 of the largest
-weight of its tensor. The two numbers are the largest such differences. "refused at start": an error before the first step, with its first sentence.
-"failed": an error that the contender did not intend, or one after the first step.
-
-**Reference.** "batch" is plain training on whole batches of four samples, against two micro-batches. Models with BatchNorm see one micro-batch at a time in any
-pipeline; their reference, "micro-batches", is plain training on the mean of the losses of these micro-batches. Where samples affect each other in
-another way, such as in a contrastive loss, the whole batch is the only micro-batch: "batch, microbatches=1".
-
-**Help for the peer.** It gets the models in training mode, without their caches of keys and values, and with an output that is only the loss or the tensors that the
-loss needs. It is split at the middle one of our layers. Where its export fails, it gets attention in plain operations. Its schedule is GPipe."""

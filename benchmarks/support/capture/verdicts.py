@@ -98,8 +98,8 @@ def weight_differences(
 ) -> dict[str, float]:
     """Return the largest difference of each weight and buffer, relative to the tensor's scale.
 
-    A tensor of integers must be equal, and so must the device, so that no rank lacks a tensor.
-    Tensors that only one side has are not compared.
+    The difference of a tensor without storage, and of unequal integers, is infinite. Tensors that
+    only one side has are not compared: the peer has no buffers that do not change.
     """
     largest = max(
         (float(t.abs().max()) for t in expected.values() if t.is_floating_point() and t.numel()),
@@ -121,7 +121,7 @@ def weight_differences(
 
 def failure(run: Run) -> Verdict:
     """Return the verdict on a run that has not come to its end."""
-    report, rank = first_error(run.reports)
+    report = first_error(run.reports)
     whole = "\n".join(
         f"rank {number}: phase {each.phase}, exit status {status}\n{_last_lines(each, output)}"
         for number, (each, status, output) in enumerate(
@@ -142,15 +142,15 @@ def failure(run: Run) -> Verdict:
     return Verdict(FAILED_AT_STEP, f"{report.phase}: {report.error_class}: {text}", report=whole)
 
 
-def first_error(reports: Sequence[RankReport]) -> tuple[RankReport | None, int]:
-    """Return the report of the error that came first, and its rank.
+def first_error(reports: Sequence[RankReport]) -> RankReport | None:
+    """Return the report of the error that came first; None without errors.
 
     Errors of ranks that only lost another one come last.
     """
-    failed = [(report, rank) for rank, report in enumerate(reports) if report.error_class]
+    failed = [report for report in reports if report.error_class]
     if not failed:
-        return None, -1
-    return min(failed, key=lambda each: ("Peer" in each[0].error_class, each[0].seconds))
+        return None
+    return min(failed, key=lambda report: ("Peer" in report.error_class, report.seconds))
 
 
 def first_sentence(text: str) -> str:
