@@ -41,7 +41,7 @@ lint: $(VENV)/.installed-dev ## run ruff (rules and format) and mypy
 		echo "$$check"; $(BIN)/python -m $$check || status=1; \
 	done; exit $$status
 
-bench: $(if $(NAME),$(VENV)/.installed-test) $(if $(filter prefetch,$(NAME)),$(VENV)/.installed-peers) ## make bench NAME=...: run one benchmark; without NAME: list them
+bench: $(if $(NAME),$(VENV)/.installed-test) $(if $(filter prefetch,$(NAME)),$(VENV)/.installed-peers) $(if $(filter capture,$(NAME)),$(VENV)/.installed-models) ## make bench NAME=...: run one benchmark; without NAME: list them
 ifeq ($(NAME),)
 	@echo "make bench NAME=..., where NAME is one of:"
 	@found=; for file in benchmarks/*.py; do \
@@ -82,6 +82,12 @@ $(VENV)/.installed-peers: benchmarks/peers.txt | $(BIN)/python
 	@echo "Installing peers into $(VENV)/peers (once; torch is a large download) ..."
 	@$(BIN)/python -m venv $(VENV)/peers
 	@$(VENV)/peers/bin/python -m pip install -q --disable-pip-version-check -r benchmarks/peers.txt
+	@touch $@
+
+# Libraries of models. torchvision needs the pinned torch, so they are installed with the pins.
+$(VENV)/.installed-models: benchmarks/models.txt $(VENV)/.installed-test
+	@echo "Installing libraries of models into $(VENV) (once) ..."
+	@$(PIP) -r benchmarks/models.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(PINS) | $(BIN)/python

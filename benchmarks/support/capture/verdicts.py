@@ -88,7 +88,8 @@ def compare(
         step = next(n for n, value in enumerate(by_step) if not value <= LOSS_TOLERANCE)
         details.append(f"losses from step {step + 1}")
     if not weight <= WEIGHT_TOLERANCE:
-        details.append(f"weights, most {max(by_name, key=by_name.__getitem__)}")
+        largest = max(by_name, key=by_name.__getitem__, default="")
+        details.append(f"weights, most {largest}" if largest else "no weights")
     kind = DIFFERS if details else EQUAL
     return Verdict(kind, ", ".join(details), loss, weight, notes=notes or {})
 

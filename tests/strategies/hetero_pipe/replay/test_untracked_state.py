@@ -134,3 +134,20 @@ def test_equal_values_may_be_a_change(old: Any, new: Any, is_changed: bool) -> N
     state = UntrackedState([("self.part", part)], [])
     part.calls = new
     assert state.changed(LayerTensors()) == (["self.part.calls"] if is_changed else [])
+
+
+class LazyDict(dict[str, Any]):
+    """A dictionary that makes its values when they are asked for, as transformers does."""
+
+    def items(self) -> Any:
+        raise AssertionError("the values must not be made")
+
+    __iter__ = keys = values = __getitem__ = items
+
+
+def test_a_dictionary_that_makes_its_values_is_not_asked_for_them() -> None:
+    lazy = LazyDict()
+    dict.__setitem__(lazy, "loaded", Slots())
+    state = UntrackedState([("self.lazy", lazy)], [])
+    dict.get(lazy, "loaded").calls += 1
+    assert state.changed(LayerTensors()) == ["self.lazy['loaded'].calls"]
