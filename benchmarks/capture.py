@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raw = {
         "stages": chosen.stages,
         "schedule": chosen.schedule,
+        "even": chosen.even,
         "steps": chosen.steps,
         "all": total,
         "by_family": by_family(rows),
@@ -123,6 +124,7 @@ def measured(runner: Runner, name: str, family: str, chosen: argparse.Namespace)
             directory=directory,
             stages=chosen.stages,
             schedule=chosen.schedule,
+            is_even=chosen.even,
             steps=chosen.steps,
         )
         plain = runner.run(PLAIN, task, 1, chosen.deadline)
@@ -158,6 +160,9 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--schedule", choices=("auto", "gpipe", "1f1b"), default="auto", help="schedule of ours"
     )
+    parser.add_argument(
+        "--even", action="store_true", help="cut ours where the peer is cut, not by a plan"
+    )
     parser.add_argument("--steps", type=int, default=20, help="training steps")
     parser.add_argument("--without-peer", action="store_true", help="train only plainly and ours")
     parser.add_argument("--peer-errors", action="store_true", help="print the peer's tracebacks")
@@ -177,7 +182,8 @@ def _settings(chosen: argparse.Namespace) -> str:
     )
     return (
         f"{date.today()} · {hardware()} · {libraries} · {chosen.stages} stages, "
-        f"schedule `{chosen.schedule}`, {chosen.steps} steps"
+        f"schedule `{chosen.schedule}`, {'even cuts' if chosen.even else 'cuts by the plan'}, "
+        f"{chosen.steps} steps"
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import capture
-from benchmarks.support.capture.peer import split_points
+from benchmarks.support.capture.cuts import even_split, split_points
 from benchmarks.support.capture.rank_report import DONE, START, RankReport, reporting
 from benchmarks.support.capture.runs import Run
 from benchmarks.support.capture.tables import CaseRow, by_family, counts, document
@@ -129,6 +129,8 @@ def test_nothing_is_equal_to_a_plain_training_that_failed() -> None:
     [
         ("a.b must\nbe c. Use d.", "a.b must be c."),
         ("no end", "no end"),
+        ("A guard.  (Note)\nit", "A guard."),
+        ("first\n\nsecond", "first"),
         ("x" * 300, "x" * 197 + "..."),
         ("", ""),
     ],
@@ -141,6 +143,7 @@ def test_the_peer_is_cut_into_equal_numbers_of_layers() -> None:
     assert split_points(list("abcdef"), 2) == ["d"]
     assert split_points(list("abcdef"), 3) == ["c", "e"]
     assert split_points(list("abc"), 2) == ["b"]
+    assert even_split(7, 3) == (2, 2, 3)
 
 
 def test_the_reference_follows_from_how_samples_affect_each_other() -> None:

@@ -18,9 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Pipe, ScheduleGPipe, SplitPoint, pipeline
 
+from benchmarks.support.capture.cuts import as_call, layer_names, split_points
 from benchmarks.support.capture.quiet import be_quiet
 from benchmarks.support.capture.rank_report import RankReport, reporting
-from benchmarks.support.capture.task import Task, make_net, make_optimizer, microbatches, reference
+from benchmarks.support.capture.task import (
+    AS_IT_IS,
+    EAGER,
+    Task,
+    make_net,
+    make_optimizer,
+    microbatches,
+    reference,
+)
 from benchmarks.support.capture_models.case import (
     SAMPLES,
     Batch,
@@ -30,12 +39,7 @@ from benchmarks.support.capture_models.case import (
     own_loss,
     tensors_of,
 )
-from lightning_dlres.core.errors import DlresError
-from lightning_dlres.pipeline.capture.blocks import candidate_blocks
-from lightning_dlres.pipeline.capture.captured import capture
 
-# Help for a model, beside that for all models; the first that can be exported is used.
-AS_IT_IS, EAGER = "as it is", "attention in plain operations"
 # The pipeline puts this prefix before the names of the model.
 _PREFIX = "net."
 
@@ -144,25 +148,6 @@ def root_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-def layer_names(case: CaptureCase, batch: Batch) -> list[str]:
-    """Return the names of our layers, or, if the model cannot be captured, of its blocks."""
-    net = make_net(case)
-    try:
-        return list(capture(net, as_call(batch)).names)
-    except DlresError:
-        return list(candidate_blocks(make_net(case)))
-
-
-def split_points(names: Sequence[str], stages: int) -> list[str]:
-    """Return the first layer of each stage but the first, for stages of equal numbers of layers."""
-    return [names[stage * len(names) // stages] for stage in range(1, stages)]
-
-
-def as_call(batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Return a batch as arguments by position and by keyword."""
-    return ((), batch) if isinstance(batch, dict) else (batch, {})
 
 
 def without_cache(net: nn.Module) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.capture.task import AS_IT_IS
 from benchmarks.support.capture.verdicts import EQUAL, KINDS, Verdict
 
 # Text above the tables of the page.
@@ -38,6 +39,11 @@ class CaseRow:
         """Return the reference of our pipeline, or of the peer if ours did not run."""
         return str(self.ours.notes.get("reference") or self.peer.notes.get("reference") or "-")
 
+    def peer_text(self) -> str:
+        """Return the verdict on the peer, with the special help that it took."""
+        help_given = self.peer.notes.get("help", AS_IT_IS)
+        return self.peer.text() + ("" if help_given == AS_IT_IS else f" [{help_given}]")
+
     def cells(self) -> list[str]:
         """Return the row of a table."""
         return [
@@ -46,7 +52,7 @@ class CaseRow:
             self.reference(),
             str(self.ours.notes.get("schedule", "-")),
             self.ours.text(),
-            self.peer.text(),
+            self.peer_text(),
         ]
 
 

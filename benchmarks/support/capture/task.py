@@ -26,6 +26,8 @@ from benchmarks.support.capture_models.case import (
 _RANDOM = ("drop", "jitter")
 # Patches of an image of the case vit_mae, which chooses some of them at random.
 _PATCHES = 16
+# Help for the peer with a model, beside that with all models; it gets the first that it can export.
+AS_IT_IS, EAGER = "as it is", "attention in plain operations"
 # References. The first is the usual one.
 BATCH, MICRO_BATCHES, ONE_MICRO_BATCH = "batch", "micro-batches", "batch, microbatches=1"
 
@@ -40,8 +42,8 @@ class Task:
         directory: Directory for the contenders' reports.
         stages: Number of stages, and of processes of a pipeline.
         schedule: Schedule of our pipeline.
+        is_even: True cuts ours into equal numbers of layers, and not by a plan.
         steps: Number of steps.
-        port: Port of the process group.
     """
 
     name: str
@@ -49,8 +51,8 @@ class Task:
     directory: str
     stages: int = 2
     schedule: str = "auto"
+    is_even: bool = False
     steps: int = 20
-    port: int = 0
 
     @classmethod
     def from_json(cls, text: str) -> Task:

@@ -6,7 +6,7 @@ import math
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,12 +62,10 @@ def judge(plain: Run, run: Run) -> Verdict:
         return Verdict(NO_REFERENCE, "plain training failed", report=failure(plain).report)
     if not all(map(math.isfinite, plain.losses)):
         return Verdict(NO_REFERENCE, f"losses of plain training are not finite: {plain.losses}")
-    if not run.is_done:
-        return failure(run)
-    expected = _load(plain)
-    weights = _load(run)
     notes = {**run.reports[0].notes, "reference": plain.reports[0].notes.get("reference")}
-    return compare(plain.losses, run.losses, expected, weights, notes)
+    if not run.is_done:
+        return replace(failure(run), notes=notes)
+    return compare(plain.losses, run.losses, _load(plain), _load(run), notes)
 
 
 def compare(
@@ -138,7 +136,7 @@ def failure(run: Run) -> Verdict:
     text = first_sentence(report.error) or "no message"
     if report.phase == START:
         if report.is_refusal:
-            return Verdict(REFUSED, text, report=whole, notes=report.notes)
+            return Verdict(REFUSED, text, report=whole)
         return Verdict(FAILED_AT_START, f"{report.error_class}: {text}", report=whole)
     return Verdict(FAILED_AT_STEP, f"{report.phase}: {report.error_class}: {text}", report=whole)
 
@@ -156,8 +154,8 @@ def first_error(reports: Sequence[RankReport]) -> RankReport | None:
 
 def first_sentence(text: str) -> str:
     """Return the first sentence of a message in one line, at most 200 characters of it."""
-    line = " ".join(text.split())
-    sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z])", line, maxsplit=1)[0]
+    line = " ".join(text.strip().split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z(])", line, maxsplit=1)[0]
     return sentence if len(sentence) <= 200 else sentence[:197] + "..."
 
 
