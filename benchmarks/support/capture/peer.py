@@ -2,7 +2,8 @@
 
 The peer gets all help that its user could give: the model in training mode, no cache of keys and
 values, an output that is only the loss or the tensors that the loss needs, the middle one of our
-layers as its split point, and, if that cannot be exported, attention in plain operations.
+layers as its split point, whose inputs are made contiguous, and, if that cannot be exported,
+attention in plain operations.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Pipe, ScheduleGPipe, SplitPoint, pipeline
+from torch.utils._pytree import tree_map_only
 
 from benchmarks.support.capture.cuts import as_call, layer_names, split_points
 from benchmarks.support.capture.quiet import be_quiet
@@ -133,6 +135,8 @@ def first_exported(case: CaptureCase, batch: Batch, names: Sequence[str]) -> tup
         module = TensorsOnly(net, case, batch)
         args, kwargs = as_call(batch)
         spec = {_PREFIX + name: SplitPoint.BEGINNING for name in names}
+        for name in names:
+            net.get_submodule(name).register_forward_pre_hook(_contiguous, with_kwargs=True)
         try:
             pipe = pipeline(module, args, kwargs, split_spec=spec)
             if pipe.num_stages != len(names) + 1:
@@ -141,6 +145,11 @@ def first_exported(case: CaptureCase, batch: Batch, names: Sequence[str]) -> tup
         except Exception as error:
             errors.append(error)
     raise errors[0]
+
+
+def _contiguous(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return contiguous arguments: the pipeline cannot send others."""
+    return tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -113,6 +113,8 @@ class CaseModule(L.LightningModule):
 
 def make_net(case: CaptureCase) -> nn.Module:
     """Return the model of a case in training mode, with seeded parameters and without dropout."""
+    if case.name == "vilt":
+        torch.multinomial = _first_choices
     torch.manual_seed(0)
     net = case.make().train()
     configs = [module.config for module in net.modules() if hasattr(module, "config")]
@@ -176,6 +178,11 @@ def _with_noise(name: str, batch: Batch, seed: int) -> Batch:
     assert isinstance(batch, dict)
     noise = torch.rand(SAMPLES, _PATCHES, generator=seeded(seed))
     return {**batch, "noise": noise}
+
+
+def _first_choices(weights: Tensor, count: int, replacement: bool = False) -> Tensor:
+    """Return the first choices, in place of random ones: ViLT puts its patches in random order."""
+    return torch.arange(count, device=weights.device) % len(weights)
 
 
 def _only(batches: list[Batch]) -> Batch:
