@@ -10,7 +10,14 @@ import torch
 
 from benchmarks.support.capture.quiet import be_quiet
 from benchmarks.support.capture.rank_report import reporting
-from benchmarks.support.capture.task import CaseModule, Task, make_loader, make_trainer
+from benchmarks.support.capture.task import (
+    BATCH,
+    MICRO_BATCHES,
+    CaseModule,
+    Task,
+    make_loader,
+    make_trainer,
+)
 from benchmarks.support.capture_models.case import call
 
 
@@ -23,7 +30,8 @@ def main() -> None:
     be_quiet()
     task = Task.from_json(sys.argv[1])
     with reporting(Path(task.directory, "plain-0"), ()) as report:
-        module, batches = CaseModule(task.case(), is_cut=True), task.batches()
+        cut_for = (BATCH, MICRO_BATCHES) if task.is_cut else (MICRO_BATCHES,)
+        module, batches = CaseModule(task.case(), cut_for=cut_for), task.batches()
         require_same_loss_twice(module, batches[0])
         report.enter("step 1")
         make_trainer(task, devices=1).fit(module, make_loader(batches))

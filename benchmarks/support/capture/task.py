@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ class Task:
         stages: Number of stages, and of processes of a pipeline.
         schedule: Schedule of our pipeline.
         is_even: True cuts ours into equal numbers of layers, and not by a plan.
+        is_cut: True trains plainly on micro-batches, also where whole batches are the reference.
         steps: Number of steps.
     """
 
@@ -52,6 +54,7 @@ class Task:
     stages: int = 2
     schedule: str = "auto"
     is_even: bool = False
+    is_cut: bool = False
     steps: int = 20
 
     @classmethod
@@ -80,7 +83,7 @@ class CaseModule(L.LightningModule):
 
     Args:
         case: The case.
-        is_cut: True trains on the mean of the losses of micro-batches.
+        cut_for: References for which the loss is the mean of the losses of micro-batches.
 
     Attributes:
         net: The model.
@@ -88,11 +91,11 @@ class CaseModule(L.LightningModule):
         losses: Loss of each step.
     """
 
-    def __init__(self, case: CaptureCase, *, is_cut: bool = False) -> None:
+    def __init__(self, case: CaptureCase, *, cut_for: Collection[str] = ()) -> None:
         super().__init__()
         self.case, self.net = case, make_net(case)
         self.reference = reference(case, self.net)
-        self._is_cut = is_cut and self.reference == MICRO_BATCHES
+        self._is_cut = self.reference in cut_for
         self.losses: list[float] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
