@@ -99,7 +99,7 @@ def train(task: Task, rank: int, report: RankReport) -> None:
     dist.init_process_group("gloo")
     stage = pipe.build_stage(rank, torch.device("cpu"))
     parameters = [p for p in stage.submod.parameters() if p.requires_grad]
-    optimizer = make_optimizer(parameters) if parameters else None
+    optimizer = make_optimizer(case.name, parameters) if parameters else None
     schedule = ScheduleGPipe(stage, count, loss_fn=loss_function(case))
     for number, batch in enumerate(batches):
         report.enter(f"step {number + 1}")
