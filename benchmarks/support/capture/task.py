@@ -30,7 +30,12 @@ _PATCHES = 16
 # Help for the peer with a model, beside that with all models; it gets the first that it can export.
 AS_IT_IS, EAGER = "as it is", "attention in plain operations"
 # Learning rates of cases that diverge at the usual one, and so amplify rounding.
-_LEARNING_RATES = {"convnext_tiny": 1e-3, "resnext50_32x4d": 1e-4, "swin_v2_t": 1e-3}
+_LEARNING_RATES = {
+    "convnext_tiny": 1e-3,
+    "resnext50_32x4d": 1e-4,
+    "swin_v2_t": 1e-3,
+    "vit_b_16": 1e-3,
+}
 # References. The first is the usual one.
 BATCH, MICRO_BATCHES, ONE_MICRO_BATCH = "batch", "micro-batches", "batch, microbatches=1"
 
