@@ -58,6 +58,7 @@ class TensorsOnly(nn.Module):
     def __init__(self, net: nn.Module, case: CaptureCase, batch: Batch) -> None:
         super().__init__()
         self.net, self._has_loss = net, case.loss is own_loss
+        self._names = list(batch) if isinstance(batch, dict) else []
         buffers = [buffer.clone() for buffer in net.buffers()]
         tensors = list(tensors_of(call(net, batch)))
         for buffer, before in zip(net.buffers(), buffers, strict=True):
@@ -68,6 +69,8 @@ class TensorsOnly(nn.Module):
         # Stages after the first get no inputs but those that the first stage has computed.
         args = tuple(tensor.clone() for tensor in args)
         kwargs = {name: tensor.clone() for name, tensor in kwargs.items()}
+        if self._names and not kwargs:
+            args, kwargs = (), dict(zip(self._names, args, strict=True))
         output = self.net(*args, **kwargs)
         if self._has_loss:
             return output.loss
@@ -104,7 +107,7 @@ def train(task: Task, rank: int, report: RankReport) -> None:
     for number, batch in enumerate(batches):
         report.enter(f"step {number + 1}")
         losses: list[Tensor] = []
-        args, kwargs = as_call(batch) if rank == 0 else ((), {})
+        args, kwargs = peer_call(batch) if rank == 0 else ((), {})
         # The target is a formality: the loss needs none.
         target = torch.zeros(SAMPLES) if stage.is_last else None
         schedule.step(*args, target=target, losses=losses, return_outputs=False, **kwargs)
@@ -133,7 +136,7 @@ def first_exported(case: CaptureCase, batch: Batch, names: Sequence[str]) -> tup
                 break
             net.set_attn_implementation("eager")
         module = TensorsOnly(net, case, batch)
-        args, kwargs = as_call(batch)
+        args, kwargs = peer_call(batch)
         spec = {_PREFIX + name: SplitPoint.BEGINNING for name in names}
         for name in names:
             net.get_submodule(name).register_forward_pre_hook(_contiguous, with_kwargs=True)
@@ -145,6 +148,13 @@ def first_exported(case: CaptureCase, batch: Batch, names: Sequence[str]) -> tup
         except Exception as error:
             errors.append(error)
     raise errors[0]
+
+
+def peer_call(batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Return the arguments for the peer: by position if a name is one that its schedule takes."""
+    if isinstance(batch, dict) and "target" in batch:
+        return tuple(batch.values()), {}
+    return as_call(batch)
 
 
 def _contiguous(module: nn.Module, args: Any, kwargs: Any) -> Any:
