@@ -30,7 +30,13 @@ from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.pipeline.execute.buffers import BufferSync
 from lightning_dlres.pipeline.execute.gradients import GradientSync
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.pipeline.stage.microbatch import cut, join, microbatch_sizes, samples_in, share
+from lightning_dlres.pipeline.stage.microbatch import (
+    cut,
+    join_if_alike,
+    microbatch_sizes,
+    samples_in,
+    share,
+)
 from lightning_dlres.pipeline.stage.stage import Stage
 
 # Stands for the inputs of the pipelined module if a step returns None before the module's call.
@@ -305,7 +311,9 @@ class Runtime:
             everywhere: True sends the output to all ranks, False to the last stages only.
         """
         ranks = self.last_ranks(sizes)
-        own_output = join(outputs, [sizes[m] for m in own]) if self.is_last and own else None
+        own_output = None
+        if self.is_last and own:
+            own_output = join_if_alike(outputs, [sizes[m] for m in own])
         receivers = range(self.plan.world_size) if everywhere else ranks
         if self.rank in ranks:
             # Copies are sent, since user code may change the output in place during the transfer.
@@ -314,4 +322,4 @@ class Runtime:
         if self.rank not in receivers:
             return None
         parts = [own_output if peer == self.rank else self._output_of(peer) for peer in ranks]
-        return join(parts, self.replica_sizes(sizes))
+        return join_if_alike(parts, self.replica_sizes(sizes))

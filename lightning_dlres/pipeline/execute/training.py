@@ -21,7 +21,7 @@ from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Action, Op, Schedule
 from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
-from lightning_dlres.pipeline.stage.microbatch import cut, join, share
+from lightning_dlres.pipeline.stage.microbatch import cut, join_if_alike, share
 from lightning_dlres.pipeline.stage.stage import (
     GradientBuffer,
     Gradients,
@@ -225,9 +225,9 @@ class TrainingStep:
         sizes = [self.sizes[m] for m in self.own]
         trees = [self.outputs.pop(m) for m in self.own]
         leaves = [tensors_of(tree) for tree in trees]
-        output = join([_inplace_safe(tree) for tree in trees], sizes)
+        output = join_if_alike([_inplace_safe(tree) for tree in trees], sizes)
         if len(self.runtime.plan.replicas) > 1:
-            output = join(
+            output = join_if_alike(
                 self.runtime.exchange_outputs(output, self.sizes),
                 self.runtime.replica_sizes(self.sizes),
             )

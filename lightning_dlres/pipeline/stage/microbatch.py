@@ -7,7 +7,7 @@ samples for any number of stages or replicas.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -126,6 +126,36 @@ def _holds_tensor(node: list[Any]) -> bool:
     if tag in ("l", "u", "n"):
         return any(_holds_tensor(child) for child in content)
     return tag in ("t", "a", "g")
+
+
+# Key of the micro-batches' outputs in what `join_if_alike` returns for outputs that are not alike.
+_PARTS = "parts that are not alike"
+
+
+def join_if_alike(parts: Sequence[Tree], sizes: Sequence[int]) -> Tree:
+    """Return what `join` returns; if it cannot, a tree for `output_of` that holds all parts."""
+    try:
+        return join(parts, sizes)
+    except UnsupportedStepError:
+        return {_PARTS: list(parts), "sizes": list(sizes)}
+
+
+def output_of(joined: Tree, finish: Callable[[Tree], Tree]) -> Tree:
+    """Return the output of a module whose code goes on after its last layer.
+
+    If the outputs of the layer are not alike, such as packed sequences, the code runs for each
+    micro-batch, and its results are joined.
+
+    Args:
+        joined: Outputs of the last layer, from `join_if_alike`.
+        finish: The code.
+
+    Raises:
+        UnsupportedStepError: If neither can be joined.
+    """
+    if not (isinstance(joined, dict) and _PARTS in joined):
+        return finish(joined)
+    return join([output_of(part, finish) for part in joined[_PARTS]], joined["sizes"])
 
 
 def join(parts: Sequence[Tree], sizes: Sequence[int]) -> Tree:

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_dlres.core.error_places import place_of
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.pipeline.execute.partition import ModelLayers
@@ -145,7 +146,9 @@ class RunPlanner:
         except Exception as error:
             # The module's code may raise anything.
             is_ours = isinstance(error, UnsupportedStepError)
-            self._uncut_reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
+            reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
+            place = place_of(error)
+            self._uncut_reason = f"{reason} It is at {place}." if place else reason
         else:
             self._context.pipeline(pipelined)
 
@@ -154,6 +157,8 @@ class RunPlanner:
     ) -> PipelinePlan:
         world_size, options = self._connection.world_size, self._options
         if options.given_plan is not None:
+            if self._uncut_reason:
+                require_layers(self._pipelined, options.given_plan.stages, self._uncut_reason)
             return adopt_plan(
                 options.given_plan, self._unmeasured_layers(), self._pipelined.path, world_size
             )

@@ -202,7 +202,11 @@ def fit(
 
 # Faults that are found before the first step: module, options of the strategy, part of the message.
 SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
-    (BoringModel, {}, "must have at least one layer for each of the 2 stages, got 1 layer"),
+    (
+        BoringModel,
+        {},
+        "must be one that can be cut into 2 stages, got one that cannot be cut: Linear",
+    ),
     (ManualOptimization, {}, "automatic_optimization must be True"),
     (TwoOptimizers, {}, "configure_optimizers must return one optimizer"),
     (NeedsAllParameters, {}, "LBFGS needs a closure"),

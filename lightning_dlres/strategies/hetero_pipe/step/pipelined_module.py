@@ -28,6 +28,7 @@ from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.capture.captured import CapturedModule, capture
 from lightning_dlres.pipeline.execute.partition import ModelLayers
+from lightning_dlres.pipeline.stage.microbatch import output_of
 from lightning_dlres.pipeline.stage.stage import Chain, Layer
 from lightning_dlres.strategies.hetero_pipe.step.module_list import list_forwards
 
@@ -79,9 +80,9 @@ class PipelinedModule:
         the layer has returned. Any module returns the output of its last layer.
         """
         if self.captured is None:
-            return crossing
+            return output_of(crossing, lambda output: output)
         with _original_forward([self.module], "forward"):
-            return self.captured.output(crossing)
+            return output_of(crossing, self.captured.output)
 
     def captured_on(self, root: nn.Module, inputs: Tree) -> PipelinedModule:
         """Return this module cut into layers, if it has none yet; it runs a few times.
@@ -220,10 +221,15 @@ def require_layers(pipelined: PipelinedModule, stages: int, uncut_reason: str = 
             pipelined.module
         ):
             kind += ", an nn.Sequential with a forward of its own"
-        uncut = f" Its code could not be cut into layers: {uncut_reason}" if uncut_reason else ""
+        if uncut_reason:
+            raise ConfigError(
+                f"The pipelined module {pipelined.path!r} ({kind}) must be one that can be cut into "
+                f"{stages} stages, got one that cannot be cut: {uncut_reason} Or train it whole on "
+                "each device, with HeteroPipeStrategy(stages=1)."
+            )
         raise ConfigError(
             f"The pipelined module {pipelined.path!r} ({kind}) must have at least one layer for "
-            f"each of the {stages} stages, got {count} layer{'s' if count != 1 else ''}.{uncut} "
+            f"each of the {stages} stages, got {count} layer{'s' if count != 1 else ''}. "
             f"Use devices={count}, HeteroPipeStrategy(stages={count}), or put more layers into one "
             "nn.Sequential."
         )
