@@ -223,8 +223,8 @@ def require_layers(pipelined: PipelinedModule, stages: int, uncut_reason: str = 
             kind += ", an nn.Sequential with a forward of its own"
         if uncut_reason:
             raise ConfigError(
-                f"The pipelined module {pipelined.path!r} ({kind}) must be one that can be cut into "
-                f"{stages} stages, got one that cannot be cut: {uncut_reason} Or train it whole on "
+                f"The pipelined module {pipelined.path!r} ({kind}) must be one that can be cut "
+                f"into {stages} stages, got one that cannot be cut: {uncut_reason} Or train it whole on "
                 "each device, with HeteroPipeStrategy(stages=1)."
             )
         raise ConfigError(
