@@ -224,8 +224,8 @@ def require_layers(pipelined: PipelinedModule, stages: int, uncut_reason: str = 
         if uncut_reason:
             raise ConfigError(
                 f"The pipelined module {pipelined.path!r} ({kind}) must be one that can be cut "
-                f"into {stages} stages, got one that cannot be cut: {uncut_reason} Or train it whole on "
-                "each device, with HeteroPipeStrategy(stages=1)."
+                f"into {stages} stages, got one that cannot be cut: {uncut_reason} Or train it "
+                "whole on each device, with HeteroPipeStrategy(stages=1)."
             )
         raise ConfigError(
             f"The pipelined module {pipelined.path!r} ({kind}) must have at least one layer for "
