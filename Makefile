@@ -41,7 +41,7 @@ lint: $(VENV)/.installed-dev ## run ruff (rules and format) and mypy
 		echo "$$check"; $(BIN)/python -m $$check || status=1; \
 	done; exit $$status
 
-bench: $(if $(NAME),$(VENV)/.installed-test) $(if $(filter prefetch,$(NAME)),$(VENV)/.installed-peers) $(if $(filter capture,$(NAME)),$(VENV)/.installed-models) ## make bench NAME=...: run one benchmark; without NAME: list them
+bench: $(if $(NAME),$(VENV)/.installed-test) $(if $(filter prefetch,$(NAME)),$(VENV)/.installed-peers) $(if $(filter capture captured_speed,$(NAME)),$(VENV)/.installed-models) ## make bench NAME=...: run one benchmark; without NAME: list them
 ifeq ($(NAME),)
 	@echo "make bench NAME=..., where NAME is one of:"
 	@found=; for file in benchmarks/*.py; do \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.pipeline.capture.trace import Boundary, Trace
 
 Decisions = tuple[Any, ...]
+# Traces that are kept. Code that reads a number, such as a loss, may decide anew in every call.
+_KEPT = 64
 
 
 class Paths:
@@ -23,8 +26,7 @@ class Paths:
 
     def __init__(self, first: Trace, record: Callable[[Decisions], Trace]) -> None:
         self._first, self._record = first, record
-        self._traces: dict[Decisions, Trace] = {}
-        self._boundaries: dict[tuple[int, int], Boundary] = {}
+        self._traces: OrderedDict[Decisions, Trace] = OrderedDict()
 
     def trace(self, decisions: Decisions) -> Trace:
         """Return a trace that begins with these decisions."""
@@ -38,6 +40,9 @@ class Paths:
                     "call, got other decisions. Move the code that decides into a submodule."
                 )
             self._traces[decisions] = trace
+            if len(self._traces) > _KEPT:
+                self._traces.popitem(last=False)
+        self._traces.move_to_end(decisions)
         return self._traces[decisions]
 
     def boundary(self, trace: Trace, layer: int) -> Boundary:
@@ -46,15 +51,10 @@ class Paths:
         Raises:
             UnsupportedStepError: If the forward cannot be cut before the layer.
         """
-        key = id(trace), layer
-        if key not in self._boundaries:
-            boundary = trace.boundary(layer)
-            if isinstance(boundary, str):
-                raise UnsupportedStepError(
-                    f"The forward cannot be cut at layer {layer}: {boundary}."
-                )
-            self._boundaries[key] = boundary
-        return self._boundaries[key]
+        boundary = trace.boundary(layer)
+        if isinstance(boundary, str):
+            raise UnsupportedStepError(f"The forward cannot be cut at layer {layer}: {boundary}.")
+        return boundary
 
 
 def _begins_with(trace: Trace, decisions: Decisions) -> bool:

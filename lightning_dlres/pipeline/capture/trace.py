@@ -137,6 +137,16 @@ class Trace:
         Args:
             block: Index of a block; beyond the last one, of the glue after all blocks.
         """
+        if block not in self._boundaries:
+            self._boundaries[block] = self._find_boundary(block)
+        return self._boundaries[block]
+
+    @cached_property
+    def _boundaries(self) -> dict[int, Boundary | str]:
+        """Boundaries that have been found, by block."""
+        return {}
+
+    def _find_boundary(self, block: int) -> Boundary | str:
         calls = [(at, e.block) for at, e in enumerate(self.events) if e.block is not None]
         after_all = calls[-1][0] + 1 if calls else 0
         cut = next((at for at, index in calls if index >= block), after_all)

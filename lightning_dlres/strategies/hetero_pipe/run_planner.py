@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_dlres.core.error_places import place_of
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.core.units import format_bytes
 from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
@@ -45,6 +46,10 @@ from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 
 # Errors after which a plan without measurements serves.
 _NO_SAMPLES = (NoCopyError, SkippedSamplesError)
+
+
+# Modules outside of the layers that are named at the start, the largest ones.
+_NAMED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +130,8 @@ class RunPlanner:
         if samples is not None and self._model_is_whole:
             self._capture(samples)
         plan = self._make_plan(trainer, previous, samples)
+        if is_pipelined and fitting:
+            self._say_what_is_whole()
         if samples is None or not self._model_is_whole:
             return PlannedRun(plan=plan)
         # The trial step comes last. The user's hooks may have saved tensors while layers were
@@ -151,6 +158,28 @@ class RunPlanner:
             self._uncut_reason = f"{reason} It is at {place}." if place else reason
         else:
             self._context.pipeline(pipelined)
+
+    def _say_what_is_whole(self) -> None:
+        """Say what all ranks hold because it is outside of the layers, or could not be cut."""
+        path, layers = self._pipelined.path, self._layers
+        if self._uncut_reason:
+            size = format_bytes(sum(layers.parameter_bytes()))
+            rank_zero_info(f"dlres: {path!r} is one layer of {size}, uncut. {self._uncut_reason}")
+        whole: dict[str, int] = {}
+        seen: set[nn.Parameter] = set()
+        for name, module in layers.non_pipelined_modules():
+            own = set(module.parameters(recurse=False)) - seen
+            seen |= own
+            if own:
+                whole[name] = sum(p.numel() * p.element_size() for p in own)
+        if whole:
+            largest = sorted(whole, key=whole.__getitem__, reverse=True)[:_NAMED]
+            named = ", ".join(f"{n or 'the root'} {format_bytes(whole[n])}" for n in largest)
+            more = f" and {len(whole) - _NAMED} more" if len(whole) > _NAMED else ""
+            rank_zero_info(
+                f"dlres: all ranks hold {format_bytes(sum(whole.values()))} of parameters outside "
+                f"of the layers of {path!r}: {named}{more}."
+            )
 
     def _make_plan(
         self, trainer: Trainer, previous: PipelinePlan | None, samples: ProfileSamples | None

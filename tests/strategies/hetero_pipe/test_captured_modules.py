@@ -20,6 +20,7 @@ from lightning_dlres.core.wire.tree import tensors_of
 from lightning_dlres.pipeline.capture.captured import capture
 from lightning_dlres.pipeline.plan.plan import consecutive_replicas
 from lightning_dlres.pipeline.stage.microbatch import microbatch_sizes
+from lightning_dlres.strategies.hetero_pipe import run_planner
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, differences_in, fit, no_differences_in
 
@@ -229,3 +230,25 @@ def test_each_rank_holds_its_own_layers_only(pool: RankPool) -> None:
     assert first
     assert last
     assert sorted(first + last) == sorted(whole)
+
+
+def said_at_start(context: RankContext, name: str, stages: int) -> list[str]:
+    """Return the lines at the start of a run that are about what is not cut."""
+    case = family_cases("by hand").get(name, OWN_LOSS)
+    lines: list[str] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(run_planner, "rank_zero_info", lines.append)
+    options = {"plan": None, "module": "net", "stages": stages, "microbatches": 2}
+    fit(context, _with_loader(Case(lambda: Trained(case), options=options)))
+    patch.undo()
+    return [line for line in lines if "hold" in line or "uncut" in line]
+
+
+def test_what_all_ranks_hold_is_said_at_the_start(pool: RankPool) -> None:
+    (line,) = pool.run(said_at_start, 2, "own loss", 2)[0]
+    assert line == (
+        "dlres: all ranks hold 544 B of parameters outside of the layers of 'net': net.embed 352 "
+        "B, net 192 B."
+    )
+    (uncut,) = pool.run(said_at_start, 2, "siamese", 1)[0]
+    assert uncut.startswith("dlres: 'net' is one layer of 5.375 KiB, uncut. Siamese must be a")
