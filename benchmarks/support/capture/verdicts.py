@@ -153,10 +153,10 @@ def first_error(reports: Sequence[RankReport]) -> RankReport | None:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of a message in one line, at most 200 characters of it."""
+    """Return the first sentence of a message in one line, at most 300 characters of it."""
     line = " ".join(text.strip().split("\n\n")[0].split())
     sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z(])", line, maxsplit=1)[0]
-    return sentence if len(sentence) <= 200 else sentence[:197] + "..."
+    return sentence if len(sentence) <= 300 else sentence[:297] + "..."
 
 
 def _last_lines(report: RankReport, output: str) -> str:

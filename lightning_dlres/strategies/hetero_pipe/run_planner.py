@@ -148,15 +148,25 @@ class RunPlanner:
         if len(homes) == 1:
             home = homes.pop()
             inputs = map_tensors(lambda tensor: tensor.to(home), inputs)
+        pipelined, reason = self._pipelined, ""
         try:
             pipelined = self._pipelined.captured_on(self._module, inputs)
         except Exception as error:
             # The module's code may raise anything.
             is_ours = isinstance(error, UnsupportedStepError)
-            reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
+            text = str(error) if is_ours else f"{type(error).__name__}: {error}"
             place = place_of(error)
-            self._uncut_reason = f"{reason} It is at {place}." if place else reason
-        else:
+            reason = f"{text.rstrip('.')}." + (f" It is at {place}." if place else "")
+        if pipelined is self._pipelined and not reason:
+            return
+        # A rank may lack memory for what the others can do.
+        connection = self._connection
+        reasons = [
+            connection.broadcast(reason if rank == connection.rank else None, rank)
+            for rank in range(connection.world_size)
+        ]
+        self._uncut_reason = next(filter(None, reasons), "")
+        if not self._uncut_reason:
             self._context.pipeline(pipelined)
 
     def _say_what_is_whole(self) -> None:
