@@ -131,7 +131,7 @@ def test_nothing_is_equal_to_a_plain_training_that_failed() -> None:
         ("no end", "no end"),
         ("A guard.  (Note)\nit", "A guard."),
         ("first\n\nsecond", "first"),
-        ("x" * 300, "x" * 197 + "..."),
+        ("x" * 400, "x" * 297 + "..."),
         ("", ""),
     ],
 )

@@ -41,6 +41,15 @@ METADATA = frozenset(
 )
 
 
+def is_metadata(name: str, args: Any, kwargs: Any) -> bool:
+    """Return True if an operation reads the metadata of tensors only, and is no part of a trace.
+
+    Code of libraries may read it in one run and not in another.
+    """
+    makes_tensor = name == "type" and len(args) + len(kwargs) > 1
+    return name in METADATA and not makes_tensor
+
+
 def operation_name(function: Any) -> str:
     """Return the name of a function of torch; that of the property for a getter."""
     name = getattr(function, "__name__", "?")
@@ -199,14 +208,15 @@ class Recorder(GlueMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = operation_name(function)
+        if is_metadata(name, args, kwargs):
+            return function(*args, **kwargs)
         arguments = list(tensors_in((args, kwargs)))
         versions = [_version(tensor) for tensor in arguments]
         state = _random_states(arguments)
         result = function(*args, **kwargs)
         is_local = False
         for tensor in arguments:
-            if name not in METADATA:
-                is_local |= self._note_use(tensor, "", name)
+            is_local |= self._note_use(tensor, "", name)
             if not self._is_known(tensor) and self._inner.has(tensor):
                 raise UnsupportedStepError(
                     f"The forward of {type(self._module).__name__} must use only what its "
@@ -222,7 +232,7 @@ class Recorder(GlueMode):
             )
         self._note_own_functions(arguments, name)
         inputs = tuple(self._value(t) for t in arguments if self._is_known(t))
-        if any(t.requires_grad for t in arguments if name not in METADATA):
+        if any(t.requires_grad for t in arguments):
             self._refuse_checkpoint(name)
         index, given = self._glue, {id(t) for t in arguments}
         self._glue += 1
@@ -354,7 +364,7 @@ class Recorder(GlueMode):
 def is_decision(function: Any, name: str, arguments: Any, outputs: Any) -> bool:
     """Return True if an operation returns no tensor, but reads values of tensors."""
     is_write = function is Tensor.__setitem__ or name == "_assert"
-    return bool(arguments) and not outputs and name not in METADATA and not is_write
+    return bool(arguments) and not outputs and not is_write
 
 
 def plain(result: Any) -> Any:
@@ -384,7 +394,7 @@ class _InsideOfBlocks(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, operation_name(function)
-        if name not in METADATA:
+        if not is_metadata(name, args, kwargs):
             for tensor in tensors_in((args, kwargs)):
                 self._note_use(tensor, self._block, name)
         result = function(*args, **kwargs)

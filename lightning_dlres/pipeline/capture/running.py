@@ -22,8 +22,8 @@ from lightning_dlres.pipeline.capture.block_calls import (
 from lightning_dlres.pipeline.capture.glue_mode import GlueMode
 from lightning_dlres.pipeline.capture.paths import Decisions, Paths
 from lightning_dlres.pipeline.capture.recording import (
-    METADATA,
     is_decision,
+    is_metadata,
     operation_name,
     plain,
 )
@@ -232,11 +232,14 @@ class SegmentRun(GlueMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, operation_name(function)
+        if is_metadata(name, args, kwargs):
+            # Placeholders have it, too.
+            return function(*args, **kwargs)
         index, self._glue = self._glue, self._glue + 1
         if not self._is_live:
-            return self._before_layers(index, function, args, kwargs)
-        if self._own and operation_name(function) not in METADATA:
+            return self._before_layers(index, name, function, args, kwargs)
+        if self._own:
             args, kwargs = replaced(self._own_result, (args, kwargs))
         result = function(*args, **kwargs)
         outputs = list(tensors_in(result))
@@ -245,14 +248,14 @@ class SegmentRun(GlueMode):
             if self._wants_all or value in self._wanted:
                 self._produced[value] = tensor
         if not outputs:
-            name, arguments = operation_name(function), list(tensors_in((args, kwargs)))
+            arguments = list(tensors_in((args, kwargs)))
             if is_decision(function, name, arguments, outputs):
                 self._decisions.append(plain(result))
         return result
 
-    def _before_layers(self, index: int, function: Any, args: Any, kwargs: Any) -> Any:
+    def _before_layers(self, index: int, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of glue before the layers: received, computed again, or fake."""
-        events, name = self._trace.glue, operation_name(function)
+        events = self._trace.glue
         if index >= len(events) or events[index].name != name:
             planned = events[index].name if index < len(events) else "the end"
             raise self._other_path(f"{name} in the place of {planned}")
@@ -260,9 +263,6 @@ class SegmentRun(GlueMode):
         event = events[index]
         if event.reads_values:
             return self._decide(function, *replaced(self._own_result, (args, kwargs)))
-        if name in METADATA:
-            # Placeholders have it. Code may need the object itself, such as a `grad_fn` for a hook.
-            return function(*args, **kwargs)
         if self._own:
             args, kwargs = replaced(self._own_result, (args, kwargs))
         if index in self._begin.repeated:
