@@ -44,8 +44,8 @@ def _collect(
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Return True for a list or a sequence of several modules with parameters."""
-    is_container = isinstance(module, nn.ModuleList) or (
+    """Return True for a list, dict or sequence of several modules with parameters."""
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or (
         isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     )
     with_parameters = (m for m in module.children() if any(True for _ in m.parameters()))

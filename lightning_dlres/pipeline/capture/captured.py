@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from lightning_dlres.pipeline.capture.paths import Decisions, Paths
 from lightning_dlres.pipeline.capture.recording import NotALayer, Recorder
 from lightning_dlres.pipeline.capture.running import SegmentRun
 from lightning_dlres.pipeline.capture.trace import Trace
+from lightning_dlres.pipeline.stage.microbatch import parted, samples_in
 
 # Called with the index of a layer before it runs, such as to seed its random numbers.
 BeforeLayer = Callable[[int], None]
@@ -85,7 +88,14 @@ class CapturedModule:
 
     def output(self, crossing: Tree) -> Tree:
         """Return the module's output, given what the last layer has returned."""
-        return self._segment(range(len(self.blocks), len(self.blocks)), crossing, _nothing, {})
+        end = range(len(self.blocks), len(self.blocks))
+        return self._segment(end, parted(crossing), _nothing, {})
+
+    @property
+    def has_sample_outputs(self) -> bool:
+        """True if the first dimension of each tensor in the module's output is the samples."""
+        trace = self._paths[mode_of(self.module)].trace(())
+        return trace.of_samples.issuperset(trace.outputs)
 
     def _segment(
         self,
@@ -152,6 +162,11 @@ def _captured(module: nn.Module, blocks: Mapping[str, nn.Module], inputs: Tree) 
     for mode in MODES:
         with trial(module, mode, device):
             recorder, trace = _recorded(module, ordered, inputs)
+        twice, larger = None, None
+        # Code may work for few samples only; its outputs are then not joined.
+        with suppress(Exception), trial(module, mode, device):
+            twice, larger = _recorded(module, ordered, _doubled(inputs))
+        trace = _with_samples(trace, recorder, larger, twice)
         if recorder.order != sorted(recorder.order):
             raise NotALayer(names[recorder.order[0]], "is called in another order in evaluation")
         for layer in range(1, len(names) + 1):
@@ -161,7 +176,8 @@ def _captured(module: nn.Module, blocks: Mapping[str, nn.Module], inputs: Tree) 
 
         def record(
             decisions: Decisions,
-            outputs: Mapping[int, BlockOutput] = recorder.outputs,
+            recorder: Recorder = recorder,
+            twice: Recorder | None = twice,
             mode: Mode = mode,
             writes: bool = any(event.written for event in trace.calls.values()),
         ) -> Trace:
@@ -172,7 +188,14 @@ def _captured(module: nn.Module, blocks: Mapping[str, nn.Module], inputs: Tree) 
                 )
             try:
                 with trial(module, mode, device):
-                    return _recorded(module, ordered, inputs, outputs, decisions)[1]
+                    first, trace = _recorded(module, ordered, inputs, recorder.outputs, decisions)
+                if twice is None:
+                    return trace
+                with trial(module, mode, device):
+                    second, larger = _recorded(
+                        module, ordered, _doubled(inputs), twice.outputs, decisions
+                    )
+                return _with_samples(trace, first, larger, second)
             except Exception as error:
                 # The samples may not fit the decisions.
                 raise UnsupportedStepError(
@@ -201,6 +224,37 @@ def _recorded(
     recorder = Recorder(module, blocks, seed_layer, outputs, decisions)
     args, kwargs = map_tensors(Tensor.clone, inputs)
     return recorder, recorder.run(args, kwargs)
+
+
+def _doubled(inputs: Tree) -> Tree:
+    """Return inputs with all samples twice."""
+    samples = samples_in(inputs)
+    return map_tensors(
+        lambda t: torch.cat([t, t]) if t.dim() and t.shape[0] == samples else t, inputs
+    )
+
+
+def _with_samples(
+    trace: Trace, recorder: Recorder, larger: Trace | None, twice: Recorder | None
+) -> Trace:
+    """Return a trace that knows which values have the samples in their first dimension.
+
+    Args:
+        trace: The trace.
+        recorder: Its recorder.
+        larger: Trace of the same operations on twice as many samples; None without one.
+        twice: Its recorder.
+    """
+    if larger is None or twice is None:
+        return trace
+    if [event.name for event in trace.events] != [event.name for event in larger.events]:
+        return trace
+    of_samples = frozenset(
+        value
+        for value, shape in recorder.shapes.items()
+        if shape and twice.shapes.get(value, ())[:1] == (2 * shape[0],)
+    )
+    return replace(trace, of_samples=of_samples)
 
 
 def _device_of(inputs: Tree) -> torch.device:

@@ -37,8 +37,15 @@ METADATA = frozenset(
         *("__len__", "names", "get_device", "type", "is_nested", "is_inference", "is_mkldnn"),
         *("finfo", "iinfo", "result_type", "can_cast", "is_tensor", "is_conj", "is_neg"),
         *("broadcast_shapes", "__hash__", "__dir__", "is_signed", "_version", "retains_grad"),
+        *("untyped_storage", "storage", "data_ptr", "is_shared", "is_pinned"),
     }
 )
+
+
+# Hooks act where a tensor's gradient is summed, and a tensor that crosses is on two stages.
+_TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+# Attributes of every module; those of PyTorch's own.
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def is_metadata(name: str, args: Any, kwargs: Any) -> bool:
@@ -98,6 +105,8 @@ class Recorder(GlueMode):
         self._blocks, self._before_block = dict(enumerate(blocks.values())), before_block
         self._events: list[Event] = []
         self._storages: dict[Value, int] = {}
+        # Shapes of values when they are made.
+        self.shapes: dict[Value, tuple[int, ...]] = {}
         # By id: the value and the tensor, which is kept so that its id stays its own.
         self._values: dict[int, tuple[Value, Tensor]] = {}
         # By id: the blocks that have a tensor.
@@ -139,6 +148,7 @@ class Recorder(GlueMode):
         for position, tensor in enumerate(tensors_of((args, kwargs))):
             self._define(Value(INPUT, 0, position), tensor)
         self._before_block(0)
+        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
         self.set_active(True)
         try:
             with calls_replaced(self._blocks, self._call):
@@ -154,7 +164,32 @@ class Recorder(GlueMode):
             else event
             for event in self._events
         )
-        return Trace(tuple(events), dict(self._storages), outputs)
+        trace = Trace(tuple(events), dict(self._storages), outputs)
+        for name, tensor in self._kept_elsewhere(args, kwargs, given):
+            if self._is_known(tensor) and storage_key(tensor) in trace.made_by_layers:
+                raise UnsupportedStepError(
+                    f"The forward of {type(self._module).__name__} must pass tensors on by its "
+                    f"result only, got {name}, which keeps one. Return it, or keep a number."
+                )
+        return trace
+
+    def _kept_elsewhere(
+        self, args: Any, kwargs: Any, given: Collection[int]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors in attributes of modules outside of blocks, and new ones in the
+        arguments, with their places."""
+        inside = {id(m) for block in self._blocks.values() for m in block.modules()}
+        for path, module in self._module.named_modules():
+            if id(module) in inside:
+                continue
+            for name, value in vars(module).items():
+                if name.startswith("_") and name in _MODULE_ATTRIBUTES:
+                    continue
+                for tensor in tensors_in(value):
+                    yield f"the attribute {f'{path}.{name}'.lstrip('.')!r}", tensor
+        for tensor in tensors_in((args, kwargs)):
+            if id(tensor) not in given:
+                yield "an argument", tensor
 
     def _call(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
         name = self._names[index]
@@ -210,6 +245,12 @@ class Recorder(GlueMode):
         name = operation_name(function)
         if is_metadata(name, args, kwargs):
             return function(*args, **kwargs)
+        if name in _TENSOR_HOOKS:
+            raise UnsupportedStepError(
+                f"The forward of {type(self._module).__name__} must not register hooks of tensors "
+                f"between its submodules, got {name}: two stages may have the tensor. Register it "
+                "in a submodule."
+            )
         arguments = list(tensors_in((args, kwargs)))
         versions = [_version(tensor) for tensor in arguments]
         state = _random_states(arguments)
@@ -343,6 +384,7 @@ class Recorder(GlueMode):
 
     def _define(self, value: Value, tensor: Tensor) -> None:
         self._values[id(tensor)] = value, tensor
+        self.shapes[value] = tuple(tensor.shape)
         if isinstance(tensor.grad_fn, BackwardCFunction):
             self._own_functions[value] = tensor.grad_fn
         try:

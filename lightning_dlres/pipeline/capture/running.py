@@ -30,6 +30,7 @@ from lightning_dlres.pipeline.capture.recording import (
 from lightning_dlres.pipeline.capture.skeleton import Skeleton, meta_of, placeholder
 from lightning_dlres.pipeline.capture.tensors import replaced, tensors_in
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Boundary, Event, Value
+from lightning_dlres.pipeline.stage.microbatch import apart
 
 # Stands for the number of samples, so that micro-batches of all sizes have the same skeletons.
 _SAMPLES = -1
@@ -192,7 +193,11 @@ class SegmentRun(GlueMode):
             decisions,
             [(v.source, v.index, v.position) for v in self._until.values] if is_end else None,
         )
-        return (msgspec.msgpack.encode(header), *tensors)
+        crossing = (msgspec.msgpack.encode(header), *tensors)
+        if is_end and not self._trace.of_samples.issuperset(self._until.values):
+            # Tensors of two micro-batches, such as the state of an LSTM, do not make one.
+            return apart(crossing)
+        return crossing
 
     def _call(self, layer: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
         if layer >= self._layers.stop and not self._is_last:

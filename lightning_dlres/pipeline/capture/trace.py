@@ -105,11 +105,18 @@ class Trace:
         events: Events in the order of execution.
         storages: Storage of each value.
         outputs: Values in the module's output.
+        of_samples: Values whose first dimension is the samples, as a run with twice as many shows.
     """
 
     events: tuple[Event, ...]
     storages: dict[Value, int]
     outputs: tuple[Value, ...]
+    of_samples: frozenset[Value] = frozenset()
+
+    @cached_property
+    def made_by_layers(self) -> frozenset[int]:
+        """Storages of tensors that not every stage can compute from the module's inputs."""
+        return frozenset(self._fixed_storages(self.events))
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:

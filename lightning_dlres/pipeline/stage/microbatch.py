@@ -130,17 +130,34 @@ def _holds_tensor(node: list[Any]) -> bool:
 
 # Key of the micro-batches' outputs in what `join_if_alike` returns for outputs that are not alike.
 _PARTS = "parts that are not alike"
+# Key of an output in what `apart` returns.
+_APART = "output that is not joined"
+
+
+def apart(output: Tree) -> Tree:
+    """Return an output of a layer that `join_if_alike` must not join with others."""
+    return {_APART: output}
+
+
+def parted(output: Tree) -> Tree:
+    """Return the output that was given to `apart`, and any other one as it is."""
+    return output[_APART] if isinstance(output, dict) and _APART in output else output
 
 
 def join_if_alike(parts: Sequence[Tree], sizes: Sequence[int]) -> Tree:
     """Return what `join` returns; if it cannot, a tree for `output_of` that holds all parts."""
+    is_apart = any(isinstance(part, dict) and _APART in part for part in parts)
     try:
-        return join(parts, sizes)
+        if not is_apart or len(parts) == 1:
+            return join(parts, sizes)
     except UnsupportedStepError:
-        return {_PARTS: list(parts), "sizes": list(sizes)}
+        pass
+    return {_PARTS: list(parts), "sizes": list(sizes)}
 
 
-def output_of(joined: Tree, finish: Callable[[Tree], Tree]) -> Tree:
+def output_of(
+    joined: Tree, finish: Callable[[Tree], Tree], has_samples: Callable[[], bool]
+) -> Tree:
     """Return the output of a module whose code goes on after its last layer.
 
     If the outputs of the layer are not alike, such as packed sequences, the code runs for each
@@ -149,13 +166,21 @@ def output_of(joined: Tree, finish: Callable[[Tree], Tree]) -> Tree:
     Args:
         joined: Outputs of the last layer, from `join_if_alike`.
         finish: The code.
+        has_samples: Returns True if the first dimension of all results is the samples.
 
     Raises:
         UnsupportedStepError: If neither can be joined.
     """
     if not (isinstance(joined, dict) and _PARTS in joined):
         return finish(joined)
-    return join([output_of(part, finish) for part in joined[_PARTS]], joined["sizes"])
+    outputs = [output_of(part, finish, has_samples) for part in joined[_PARTS]]
+    if len(outputs) > 1 and not has_samples():
+        raise UnsupportedStepError(
+            "The first dimension of each output of the pipelined module must be the samples, got "
+            "one that is another dimension or none. Move reductions over the batch from the module "
+            "to training_step, or use microbatches=1."
+        )
+    return join(outputs, joined["sizes"])
 
 
 def join(parts: Sequence[Tree], sizes: Sequence[int]) -> Tree:

@@ -246,6 +246,23 @@ def _vectorised(m: Module, x: Tensor) -> Tensor:
 OUTSIDE = torch.ones(FEATURES, requires_grad=True) * 2
 
 
+def _keeping_in_an_attribute(m: Module, x: Tensor) -> Tensor:
+    m.kept = [m.a(x)]
+    return m.b(m.kept[0])
+
+
+def _keeping_in_an_argument(m: Module, x: Any) -> Tensor:
+    x.append(m.a(x[0]))
+    return m.b(x[-1])
+
+
+def _hooking(m: Module, x: Tensor) -> Tensor:
+    y = m.a(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient * 2)
+    return m.b(y)
+
+
 REFUSED: dict[str, tuple[Code, str]] = {
     "reentrant checkpoint": (
         lambda m, x: m.d(checkpoints.checkpoint(m.b, m.a(x), use_reentrant=True)),
@@ -256,6 +273,8 @@ REFUSED: dict[str, tuple[Code, str]] = {
         "must call torch.utils.checkpoint for its submodules only",
     ),
     "vmap": (_vectorised, "must not use torch.func or torch.vmap between its submodules"),
+    "tensor in an attribute": (_keeping_in_an_attribute, "got the attribute 'kept', which keeps"),
+    "hook of a tensor": (_hooking, "must not register hooks of tensors between its submodules"),
     "tensor of another graph": (
         lambda m, x: m.b(m.a(x) * OUTSIDE),
         "got mul of one with MulBackward0",
@@ -282,6 +301,17 @@ def cuts_of(captured: CapturedModule) -> list[list[int]]:
     """Return each cut by itself, and all cuts together."""
     starts = range(1, len(captured.blocks))
     return [*([start] for start in starts), list(starts)]
+
+
+def test_a_tensor_that_forward_puts_into_an_argument_is_refused() -> None:
+    with pytest.raises(UnsupportedStepError, match="got an argument, which keeps one"):
+        capture(Module(_keeping_in_an_argument), (([sample(0)],), {}))
+
+
+def test_members_of_a_dict_are_layers() -> None:
+    module = Module(lambda m, x: m.d(m.parts["two"](m.parts["one"](x))))
+    module.parts = nn.ModuleDict({"one": Block(), "two": Block()})
+    assert capture(module, ((sample(0),), {})).names == ("parts.one", "parts.two", "d")
 
 
 def sample(seed: int) -> Tensor:

@@ -11,10 +11,11 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from benchmarks.support.capture_models import CaptureCase, family_cases
-from benchmarks.support.capture_models.case import call
+from benchmarks.support.capture_models.case import call, wave_loss
 from lightning_dlres import PipelinePlan
 from lightning_dlres.core.wire.tree import tensors_of
 from lightning_dlres.pipeline.capture.captured import capture
@@ -103,6 +104,22 @@ class OwnLoss(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class LastState(nn.Module):
+    """Classifier by the last state of an LSTM, whose first dimension is not the samples.
+
+    Its embedding runs in an activation checkpoint.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.recurrent = nn.Embedding(VOCABULARY, 8), nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        embedded = checkpoint(self.embed, tokens, use_reentrant=False)
+        state: Tensor = self.recurrent(embedded)[1][0][-1]
+        return state
+
+
 def padded_batch(samples: int, seed: int) -> dict[str, Tensor]:
     """Return tokens that are padded in the last samples of every other batch."""
     generator = torch.Generator().manual_seed(seed)
@@ -112,6 +129,7 @@ def padded_batch(samples: int, seed: int) -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": tokens.clone()}
 
 
+LAST_STATE = CaptureCase("last state", "by hand", LastState, padded_batch, wave_loss)
 OWN_LOSS = CaptureCase("own loss", "by hand", OwnLoss, padded_batch, lambda output: output["loss"])
 
 
@@ -120,6 +138,13 @@ def cases() -> dict[str, Case]:
     return {
         **{name: cut_case(hand_made[name], 2) for name in NAMES},
         "own loss": Case(lambda: Trained(OWN_LOSS), expected_schedule="gpipe", options=MEASURED),
+        # With one sample in each micro-batch, the state has as many layers as samples.
+        **{
+            f"last state, {schedule}": Case(
+                lambda: Trained(LAST_STATE), schedule, options={**MEASURED, "microbatches": SAMPLES}
+            )
+            for schedule in ("gpipe", "1f1b")
+        },
         "not named": Case(
             lambda: Trained(hand_made["class_token"]), options={**MEASURED, "module": None}
         ),

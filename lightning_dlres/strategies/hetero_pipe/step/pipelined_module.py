@@ -80,9 +80,10 @@ class PipelinedModule:
         the layer has returned. Any module returns the output of its last layer.
         """
         if self.captured is None:
-            return output_of(crossing, lambda output: output)
+            return output_of(crossing, lambda output: output, lambda: True)
         with _original_forward([self.module], "forward"):
-            return output_of(crossing, self.captured.output)
+            captured = self.captured
+            return output_of(crossing, captured.output, lambda: captured.has_sample_outputs)
 
     def captured_on(self, root: nn.Module, inputs: Tree) -> PipelinedModule:
         """Return this module cut into layers, if it has none yet; it runs a few times.
