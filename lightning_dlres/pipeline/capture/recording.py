@@ -23,46 +23,19 @@ from lightning_dlres.pipeline.capture.block_calls import (
 )
 from lightning_dlres.pipeline.capture.block_output import BlockOutput
 from lightning_dlres.pipeline.capture.glue_mode import GlueMode
+from lightning_dlres.pipeline.capture.operations import (
+    TENSOR_HOOKS,
+    is_decision,
+    is_metadata,
+    operation_name,
+    plain,
+)
 from lightning_dlres.pipeline.capture.skeleton import meta_of
 from lightning_dlres.pipeline.capture.tensors import tensors_in
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Event, Trace, Value
 
-# Operations whose result is no tensor and depends on the metadata of tensors only.
-METADATA = frozenset(
-    {
-        *("shape", "size", "dim", "ndim", "ndimension", "dtype", "device", "layout", "is_cuda"),
-        *("numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size"),
-        *("itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn", "is_floating_point"),
-        *("is_complex", "is_sparse", "is_quantized", "is_meta", "is_mps", "is_xpu", "is_cpu"),
-        *("__len__", "names", "get_device", "type", "is_nested", "is_inference", "is_mkldnn"),
-        *("finfo", "iinfo", "result_type", "can_cast", "is_tensor", "is_conj", "is_neg"),
-        *("broadcast_shapes", "__hash__", "__dir__", "is_signed", "_version", "retains_grad"),
-        *("untyped_storage", "storage", "data_ptr", "is_shared", "is_pinned"),
-    }
-)
-
-
-# Hooks act where a tensor's gradient is summed, and a tensor that crosses is on two stages.
-_TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 # Attributes of every module; those of PyTorch's own.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-
-
-def is_metadata(name: str, args: Any, kwargs: Any) -> bool:
-    """Return True if an operation reads the metadata of tensors only, and is no part of a trace.
-
-    Code of libraries may read it in one run and not in another.
-    """
-    makes_tensor = name == "type" and len(args) + len(kwargs) > 1
-    return name in METADATA and not makes_tensor
-
-
-def operation_name(function: Any) -> str:
-    """Return the name of a function of torch; that of the property for a getter."""
-    name = getattr(function, "__name__", "?")
-    if name in ("__get__", "__set__"):
-        return getattr(getattr(function, "__self__", None), "__name__", name)
-    return name
 
 
 class NotALayer(Exception):
@@ -245,7 +218,7 @@ class Recorder(GlueMode):
         name = operation_name(function)
         if is_metadata(name, args, kwargs):
             return function(*args, **kwargs)
-        if name in _TENSOR_HOOKS:
+        if name in TENSOR_HOOKS:
             raise UnsupportedStepError(
                 f"The forward of {type(self._module).__name__} must not register hooks of tensors "
                 f"between its submodules, got {name}: two stages may have the tensor. Register it "
@@ -401,17 +374,6 @@ class Recorder(GlueMode):
 
     def _is_known(self, tensor: Tensor) -> bool:
         return id(tensor) in self._values
-
-
-def is_decision(function: Any, name: str, arguments: Any, outputs: Any) -> bool:
-    """Return True if an operation returns no tensor, but reads values of tensors."""
-    is_write = function is Tensor.__setitem__ or name == "_assert"
-    return bool(arguments) and not outputs and not is_write
-
-
-def plain(result: Any) -> Any:
-    """Return a result if it is plain data that can be compared and sent, else None."""
-    return result if isinstance(result, (bool, int, float, str)) else None
 
 
 class _InsideOfBlocks(TorchFunctionMode):

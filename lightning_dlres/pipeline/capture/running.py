@@ -20,13 +20,13 @@ from lightning_dlres.pipeline.capture.block_calls import (
     original_call,
 )
 from lightning_dlres.pipeline.capture.glue_mode import GlueMode
-from lightning_dlres.pipeline.capture.paths import Decisions, Paths
-from lightning_dlres.pipeline.capture.recording import (
+from lightning_dlres.pipeline.capture.operations import (
     is_decision,
     is_metadata,
     operation_name,
     plain,
 )
+from lightning_dlres.pipeline.capture.paths import Decisions, Paths
 from lightning_dlres.pipeline.capture.skeleton import Skeleton, meta_of, placeholder
 from lightning_dlres.pipeline.capture.tensors import replaced, tensors_in
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Boundary, Event, Value

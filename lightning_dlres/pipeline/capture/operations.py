@@ -1,0 +1,53 @@
+"""Operations of torch: what their results depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+# Operations whose result is no tensor and depends on the metadata of tensors only.
+METADATA = frozenset(
+    {
+        *("shape", "size", "dim", "ndim", "ndimension", "dtype", "device", "layout", "is_cuda"),
+        *("numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size"),
+        *("itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn", "is_floating_point"),
+        *("is_complex", "is_sparse", "is_quantized", "is_meta", "is_mps", "is_xpu", "is_cpu"),
+        *("__len__", "names", "get_device", "type", "is_nested", "is_inference", "is_mkldnn"),
+        *("finfo", "iinfo", "result_type", "can_cast", "is_tensor", "is_conj", "is_neg"),
+        *("broadcast_shapes", "__hash__", "__dir__", "is_signed", "_version", "retains_grad"),
+        *("untyped_storage", "storage", "data_ptr", "is_shared", "is_pinned"),
+    }
+)
+
+
+# Hooks act where a tensor's gradient is summed, and a tensor that crosses is on two stages.
+TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+def is_metadata(name: str, args: Any, kwargs: Any) -> bool:
+    """Return True if an operation reads the metadata of tensors only, and is no part of a trace.
+
+    Code of libraries may read it in one run and not in another.
+    """
+    makes_tensor = name == "type" and len(args) + len(kwargs) > 1
+    return name in METADATA and not makes_tensor
+
+
+def operation_name(function: Any) -> str:
+    """Return the name of a function of torch; that of the property for a getter."""
+    name = getattr(function, "__name__", "?")
+    if name in ("__get__", "__set__"):
+        return getattr(getattr(function, "__self__", None), "__name__", name)
+    return name
+
+
+def is_decision(function: Any, name: str, arguments: Any, outputs: Any) -> bool:
+    """Return True if an operation returns no tensor, but reads values of tensors."""
+    is_write = function is Tensor.__setitem__ or name == "_assert"
+    return bool(arguments) and not outputs and not is_write
+
+
+def plain(result: Any) -> Any:
+    """Return a result if it is plain data that can be compared and sent, else None."""
+    return result if isinstance(result, (bool, int, float, str)) else None
