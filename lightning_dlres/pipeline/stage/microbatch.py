@@ -155,6 +155,11 @@ def join_if_alike(parts: Sequence[Tree], sizes: Sequence[int]) -> Tree:
     return {_PARTS: list(parts), "sizes": list(sizes)}
 
 
+def is_unjoined(output: Tree) -> bool:
+    """Return True for what `join_if_alike` could not join."""
+    return isinstance(output, dict) and _PARTS in output
+
+
 def output_of(
     joined: Tree, finish: Callable[[Tree], Tree], has_samples: Callable[[], bool]
 ) -> Tree:
@@ -171,7 +176,7 @@ def output_of(
     Raises:
         UnsupportedStepError: If neither can be joined.
     """
-    if not (isinstance(joined, dict) and _PARTS in joined):
+    if not is_unjoined(joined):
         return finish(joined)
     outputs = [output_of(part, finish, has_samples) for part in joined[_PARTS]]
     if len(outputs) > 1 and not has_samples():

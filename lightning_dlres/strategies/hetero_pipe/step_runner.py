@@ -25,7 +25,7 @@ from lightning_dlres.pipeline.plan.schedules.registry import (
     initial_schedule,
     schedule_named,
 )
-from lightning_dlres.pipeline.stage.microbatch import microbatch_sizes, samples_in
+from lightning_dlres.pipeline.stage.microbatch import is_unjoined, microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.checks.loss_check import (
     inexact_schedule_error,
     reason_against_microbatches,
@@ -303,7 +303,12 @@ class StepRunner:
         rewind_random_state()
         reason = None
         source = runtime.plan.replicas[0][-1]
-        if runtime.rank == source:
+        if runtime.rank == source and is_unjoined(output):
+            reason = (
+                "what the code after the last layer takes cannot be joined to a batch, so the loss "
+                "of the batch is not known"
+            )
+        elif runtime.rank == source:
             sizes = microbatch_sizes(samples_in(output) or 1, runtime.microbatches)
             reason = (
                 reason_against_microbatches(

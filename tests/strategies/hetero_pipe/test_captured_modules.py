@@ -104,6 +104,13 @@ class OwnLoss(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+def layers_of(case: CaptureCase) -> int:
+    """Return the number of layers of a case's model."""
+    batch = case.batch(SAMPLES, 0)
+    inputs = ((), batch) if isinstance(batch, dict) else (batch, {})
+    return len(capture(case.make(), inputs).blocks)
+
+
 class LastState(nn.Module):
     """Classifier by the last state of an LSTM, whose first dimension is not the samples.
 
@@ -141,9 +148,12 @@ def cases() -> dict[str, Case]:
         # With one sample in each micro-batch, the state has as many layers as samples.
         **{
             f"last state, {schedule}": Case(
-                lambda: Trained(LAST_STATE), schedule, options={**MEASURED, "microbatches": SAMPLES}
+                lambda: Trained(LAST_STATE),
+                schedule,
+                "gpipe",
+                options={**MEASURED, "microbatches": SAMPLES},
             )
-            for schedule in ("gpipe", "1f1b")
+            for schedule in ("gpipe", "auto")
         },
         "not named": Case(
             lambda: Trained(hand_made["class_token"]), options={**MEASURED, "module": None}
@@ -153,12 +163,9 @@ def cases() -> dict[str, Case]:
 
 def cut_case(case: CaptureCase, stages: int, schedule: str = "auto", microbatches: int = 2) -> Case:
     """Return a case whose layers are cut evenly, without a measurement."""
-    batch = case.batch(SAMPLES, 0)
-    inputs = ((), batch) if isinstance(batch, dict) else (batch, {})
-    layers = len(capture(case.make(), inputs).blocks)
     plan = PipelinePlan(
         replicas=consecutive_replicas(stages, stages),
-        split=tuple(microbatch_sizes(layers, stages)),
+        split=tuple(microbatch_sizes(layers_of(case), stages)),
     )
     options = {"plan": plan, "stages": stages, "microbatches": microbatches, "module": "net"}
     return Case(lambda: Trained(case), schedule, options=options)
@@ -184,7 +191,16 @@ def test_captured_modules_train_at_any_number_of_stages(
     pool: RankPool, stages: int, schedule: str
 ) -> None:
     hand_made = family_cases("by hand")
-    names = [n for n in hand_made if hand_made[n].is_per_sample and n not in UNCUT]
+    # Without a loss of the whole batch, 1F1B is refused.
+    apart = {"packed_gru_classifier"} if schedule == "1f1b" else set()
+    names = [
+        name
+        for name, case in hand_made.items()
+        if name not in apart
+        and case.is_per_sample
+        and name not in UNCUT
+        and layers_of(case) >= stages
+    ]
     expected = [{name: [] for name in names}] * stages
     assert pool.run(compare_hand_made, stages, names, stages, schedule) == expected
 
