@@ -151,7 +151,7 @@ def capture(module: nn.Module, inputs: Tree) -> CapturedModule:
 
 
 def _captured(module: nn.Module, blocks: Mapping[str, nn.Module], inputs: Tree) -> CapturedModule:
-    device = _device_of(inputs)
+    device, samples = _device_of(inputs), samples_in(inputs)
     with trial(module, TRAINING, device):
         order = _recorded(module, blocks, inputs)[0].order
     names = [list(blocks)[index] for index in order]
@@ -166,7 +166,7 @@ def _captured(module: nn.Module, blocks: Mapping[str, nn.Module], inputs: Tree) 
         # Code may work for few samples only; its outputs are then not joined.
         with suppress(Exception), trial(module, mode, device):
             twice, larger = _recorded(module, ordered, _doubled(inputs))
-        trace = _with_samples(trace, recorder, larger, twice)
+        trace = _with_samples(trace, recorder, larger, twice, samples)
         if recorder.order != sorted(recorder.order):
             raise NotALayer(names[recorder.order[0]], "is called in another order in evaluation")
         for layer in range(1, len(names) + 1):
@@ -195,7 +195,7 @@ def _captured(module: nn.Module, blocks: Mapping[str, nn.Module], inputs: Tree) 
                     second, larger = _recorded(
                         module, ordered, _doubled(inputs), twice.outputs, decisions
                     )
-                return _with_samples(trace, first, larger, second)
+                return _with_samples(trace, first, larger, second, samples)
             except Exception as error:
                 # The samples may not fit the decisions.
                 raise UnsupportedStepError(
@@ -235,7 +235,11 @@ def _doubled(inputs: Tree) -> Tree:
 
 
 def _with_samples(
-    trace: Trace, recorder: Recorder, larger: Trace | None, twice: Recorder | None
+    trace: Trace,
+    recorder: Recorder,
+    larger: Trace | None,
+    twice: Recorder | None,
+    samples: int | None,
 ) -> Trace:
     """Return a trace that knows which values have the samples in their first dimension.
 
@@ -244,15 +248,16 @@ def _with_samples(
         recorder: Its recorder.
         larger: Trace of the same operations on twice as many samples; None without one.
         twice: Its recorder.
+        samples: Samples of the first run.
     """
-    if larger is None or twice is None:
+    if larger is None or twice is None or samples is None:
         return trace
     if [event.name for event in trace.events] != [event.name for event in larger.events]:
         return trace
     of_samples = frozenset(
         value
         for value, shape in recorder.shapes.items()
-        if shape and twice.shapes.get(value, ())[:1] == (2 * shape[0],)
+        if shape[:1] == (samples,) and twice.shapes.get(value, ())[:1] == (2 * samples,)
     )
     return replace(trace, of_samples=of_samples)
 

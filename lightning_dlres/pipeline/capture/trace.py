@@ -91,11 +91,6 @@ class Boundary:
     skipped: frozenset[int]
     decided: frozenset[int] = frozenset()
 
-    @cached_property
-    def position(self) -> dict[Value, int]:
-        """Position of each value in `values`."""
-        return {value: position for position, value in enumerate(self.values)}
-
 
 @dataclass(frozen=True)
 class Trace:

@@ -141,18 +141,25 @@ def apart(output: Tree) -> Tree:
 
 def parted(output: Tree) -> Tree:
     """Return the output that was given to `apart`, and any other one as it is."""
-    return output[_APART] if isinstance(output, dict) and _APART in output else output
+    return output[_APART] if _is_apart(output) else output
+
+
+def _is_apart(output: Tree) -> bool:
+    return isinstance(output, dict) and _APART in output
 
 
 def join_if_alike(parts: Sequence[Tree], sizes: Sequence[int]) -> Tree:
-    """Return what `join` returns; if it cannot, a tree for `output_of` that holds all parts."""
-    is_apart = any(isinstance(part, dict) and _APART in part for part in parts)
+    """Return what `join` returns; if it cannot, a tree for `output_of` that holds all parts.
+
+    For a module without code after its last layer, `output_of` then raises the error of `join`.
+    """
+    unjoined = {_PARTS: list(parts), "sizes": list(sizes)}
+    if len(parts) > 1 and any(map(_is_apart, parts)):
+        return unjoined
     try:
-        if not is_apart or len(parts) == 1:
-            return join(parts, sizes)
+        return join(parts, sizes)
     except UnsupportedStepError:
-        pass
-    return {_PARTS: list(parts), "sizes": list(sizes)}
+        return unjoined
 
 
 def is_unjoined(output: Tree) -> bool:

@@ -93,7 +93,7 @@ class RunPlanner:
         self._context, self._options, self._connection = context, options, connection
         self._optimizers = optimizers
         self._model_is_whole, self._keeps_placement = model_is_whole, keeps_placement
-        # Why the pipelined module could not be cut; empty if it was not tried, or could.
+        # Why the pipelined module's own code was not cut; empty if it was, or need not be.
         self._uncut_reason = ""
 
     @property
@@ -160,19 +160,24 @@ class RunPlanner:
         if pipelined is self._pipelined and not reason:
             return
         # A rank may lack memory for what the others can do.
+        self._uncut_reason = self._first_of_ranks(reason) or ""
+        if not self._uncut_reason:
+            self._context.pipeline(pipelined)
+
+    def _first_of_ranks(self, reason: str | None) -> str | None:
+        """Return the first rank's reason that is not empty, on all ranks; None without one."""
         connection = self._connection
         reasons = [
             connection.broadcast(reason if rank == connection.rank else None, rank)
             for rank in range(connection.world_size)
         ]
-        self._uncut_reason = next(filter(None, reasons), "")
-        if not self._uncut_reason:
-            self._context.pipeline(pipelined)
+        return next(filter(None, reasons), None)
 
     def _say_what_is_whole(self) -> None:
         """Say what all ranks hold because it is outside of the layers, or could not be cut."""
         path, layers = self._pipelined.path, self._layers
-        if self._uncut_reason:
+        # Samples may be missing for a module that has layers of its own, too.
+        if self._uncut_reason and len(layers.modules) == 1:
             size = format_bytes(sum(layers.parameter_bytes()))
             rank_zero_info(f"dlres: {path!r} is one layer of {size}, uncut. {self._uncut_reason}")
         whole: dict[str, int] = {}
@@ -243,16 +248,12 @@ class RunPlanner:
             UnsupportedStepError: If the step uses a tensor that a layer made, other than the
                 module's output, on any rank.
         """
-        connection, state_before = self._connection, self._context.untracked_state()
+        state_before = self._context.untracked_state()
         inspection = inspect_step(self._context, samples.whole_batch)
         state_warning = untracked_state_warning(state_before.changed(self._context.layer_tensors))
         if state_warning is not None:
             rank_zero_info(state_warning)
-        refusals = [
-            connection.broadcast(inspection.refusal if rank == connection.rank else None, rank)
-            for rank in range(connection.world_size)
-        ]
-        refusal = next(filter(None, refusals), None)
+        refusal = self._first_of_ranks(inspection.refusal)
         if refusal is not None:
             raise UnsupportedStepError(refusal)
         if inspection.failure is not None:
