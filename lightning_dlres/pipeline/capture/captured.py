@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.capture.agreement import check_agreement
-from lightning_dlres.pipeline.capture.block_output import BlockOutput
 from lightning_dlres.pipeline.capture.blocks import candidate_blocks
 from lightning_dlres.pipeline.capture.modes import (
     EVALUATION,
@@ -24,6 +23,8 @@ from lightning_dlres.pipeline.capture.modes import (
     trial,
 )
 from lightning_dlres.pipeline.capture.paths import Decisions, Paths
+from lightning_dlres.pipeline.capture.placeholders.block_output import BlockOutput
+from lightning_dlres.pipeline.capture.placeholders.shape_inference import ShapeInference
 from lightning_dlres.pipeline.capture.recording import NotALayer, Recorder
 from lightning_dlres.pipeline.capture.running import SegmentRun
 from lightning_dlres.pipeline.capture.trace import Trace
@@ -59,7 +60,7 @@ class CapturedModule:
     ) -> None:
         self.module, self.names, self.blocks = module, tuple(blocks), tuple(blocks.values())
         self.shared_parameters = tuple(map(tuple, shared_parameters))
-        self._paths = paths
+        self._paths, self._shapes = paths, ShapeInference()
 
     def run(
         self,
@@ -112,6 +113,7 @@ class CapturedModule:
             layers=layers,
             device=_device_of(inputs),
             before_layer=before_layer,
+            shapes=self._shapes,
         )
         return run.run(inputs)
 

@@ -21,7 +21,6 @@ from lightning_dlres.pipeline.capture.block_calls import (
     checkpoint_around,
     original_call,
 )
-from lightning_dlres.pipeline.capture.block_output import BlockOutput
 from lightning_dlres.pipeline.capture.glue_mode import GlueMode
 from lightning_dlres.pipeline.capture.operations import (
     TENSOR_HOOKS,
@@ -30,8 +29,9 @@ from lightning_dlres.pipeline.capture.operations import (
     operation_name,
     plain,
 )
-from lightning_dlres.pipeline.capture.skeleton import meta_of
-from lightning_dlres.pipeline.capture.tensors import tensors_in
+from lightning_dlres.pipeline.capture.placeholders.block_output import BlockOutput
+from lightning_dlres.pipeline.capture.placeholders.skeleton import meta_of
+from lightning_dlres.pipeline.capture.placeholders.tensors import tensors_in
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Event, Trace, Value
 
 # Attributes of every module; those of PyTorch's own.

@@ -11,7 +11,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core._compat import fake_tensor_mode
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, unflatten
 from lightning_dlres.pipeline.capture.block_calls import (
@@ -27,8 +26,9 @@ from lightning_dlres.pipeline.capture.operations import (
     plain,
 )
 from lightning_dlres.pipeline.capture.paths import Decisions, Paths
-from lightning_dlres.pipeline.capture.skeleton import Skeleton, meta_of, placeholder
-from lightning_dlres.pipeline.capture.tensors import replaced, tensors_in
+from lightning_dlres.pipeline.capture.placeholders.shape_inference import UNKNOWN, ShapeInference
+from lightning_dlres.pipeline.capture.placeholders.skeleton import Skeleton, meta_of, placeholder
+from lightning_dlres.pipeline.capture.placeholders.tensors import replaced, tensors_in
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Boundary, Event, Value
 from lightning_dlres.pipeline.stage.microbatch import apart
 
@@ -73,6 +73,7 @@ class SegmentRun(GlueMode):
         layers: Layers that run; empty and beyond the last one for the glue after all blocks.
         device: Device of the layers.
         before_layer: Called with the index of a layer before it runs.
+        shapes: Results of operations before the layers, computed from shapes.
     """
 
     def __init__(
@@ -85,12 +86,12 @@ class SegmentRun(GlueMode):
         layers: range,
         device: torch.device,
         before_layer: Callable[[int], None],
+        shapes: ShapeInference,
     ) -> None:
         super().__init__()
         self._module, self._blocks, self._paths = module, blocks, paths
         self._copies, self._layers, self._device = copies, layers, device
-        self._before_layer = before_layer
-        self._fakes = fake_tensor_mode()
+        self._before_layer, self._shapes = before_layer, shapes
         # True for the glue after all blocks, which ends with the module's output.
         self._is_last = not layers
         # Values that have arrived, and those that may be sent.
@@ -309,14 +310,12 @@ class SegmentRun(GlueMode):
 
     def _without_data(self, event: Event, function: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operation, computed from shapes alone."""
-        try:
-            with self._fakes:
-                fake_args, fake_kwargs = replaced(self._fake_of, (args, kwargs))
-                return function(*fake_args, **fake_kwargs)
-        except Exception:
-            # The shape of the result depends on values, which nothing here needs.
-            tensors = tuple(placeholder(meta, self._device) for meta in event.metas)
-            return tensors[0] if len(tensors) == 1 else tensors
+        result = self._shapes.result(function, args, kwargs, self._device)
+        if result is not UNKNOWN:
+            return result
+        # Nothing here needs the values.
+        tensors = tuple(placeholder(meta, self._device) for meta in event.metas)
+        return tensors[0] if len(tensors) == 1 else tensors
 
     def _decide(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operation that reads values."""
@@ -327,12 +326,6 @@ class SegmentRun(GlueMode):
         if plain(result) != self._trace.decisions[number]:
             raise _OtherDecision
         return result
-
-    def _fake_of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor without data in the place of one."""
-        shape, dtype, requires_grad = meta_of(tensor)
-        fake = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
-        return fake.requires_grad_(requires_grad)
 
     def _note(self, source: str, index: int, tree: Tree) -> None:
         """Note the skeleton of a tree, and its tensors."""

@@ -1,0 +1,1 @@
+"""Tensors without data, which stand for those of other stages."""
