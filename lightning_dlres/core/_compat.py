@@ -101,53 +101,8 @@ def share_gradient_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
-class LiveBytes(_python_dispatch.TorchDispatchMode):
-    """Context manager that counts the bytes of live tensors that were created in it.
-
-    torch counts the memory of accelerators, but not that of the CPU. The dispatch mode sees every
-    operation, including those of backward. It has no public name.
-
-    Attributes:
-        now: Bytes that are live now.
-        peak: Largest value of `now`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        # Inputs existed before and count as 0 bytes. They must be known first: a result may be a
-        # view of an input. The argument `out` is both, and is passed by keyword.
-        for storage in _storages((*args, *(kwargs or {}).values())):
-            self._count(storage, 0)
-        result = func(*args, **(kwargs or {}))
-        for storage in _storages((result,)):
-            self._count(storage, storage.nbytes())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
-        if key not in self._known:
-            self._known.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._subtract, key, size)
-
-    def _subtract(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
-def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from _storages(value)
-        elif isinstance(value, Tensor) and value.layout is torch.strided:
-            yield value.untyped_storage()
+# Base class of modes that see every operation below autograd; it has no public name.
+DispatchMode = _python_dispatch.TorchDispatchMode
 
 
 # The method of nn.Module that runs the hooks and `forward`. Replacing only `forward` of a module
@@ -439,3 +394,18 @@ def profiler_is_on() -> bool:
     """
     is_on_in_thread = cast(Any, torch.autograd)._profiler_enabled()
     return bool(is_on_in_thread or getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
+
+
+def has_device_argument(function: Any) -> bool:
+    """Return True if an operation takes a device; its schema has no public name."""
+    return any(argument.name == "device" for argument in function._schema.arguments)
+
+
+def written_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation changes in place; its schema has no public name."""
+    written = []
+    for position, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            is_positional = position < len(args)
+            written.append(args[position] if is_positional else kwargs.get(argument.name))
+    return written

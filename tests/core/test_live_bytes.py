@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_dlres.core._compat import LiveBytes
+from lightning_dlres.core.device.live_bytes import LiveBytes
 
 
 def test_tensors_from_before_are_not_counted_even_as_out() -> None:

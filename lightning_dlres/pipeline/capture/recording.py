@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_dlres.core._compat import storage_key
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.core.wire.nested import tensors_in
 from lightning_dlres.core.wire.tree import tensors_of
 from lightning_dlres.pipeline.capture.block_calls import (
     calls_replaced,
@@ -31,7 +32,6 @@ from lightning_dlres.pipeline.capture.operations import (
 )
 from lightning_dlres.pipeline.capture.placeholders.block_output import BlockOutput
 from lightning_dlres.pipeline.capture.placeholders.skeleton import meta_of
-from lightning_dlres.pipeline.capture.placeholders.tensors import tensors_in
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Event, Trace, Value
 
 # Attributes of every module; those of PyTorch's own.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.core.wire.nested import replaced, tensors_in
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, unflatten
 from lightning_dlres.pipeline.capture.block_calls import (
     calls_replaced,
@@ -28,7 +29,6 @@ from lightning_dlres.pipeline.capture.operations import (
 from lightning_dlres.pipeline.capture.paths import Decisions, Paths
 from lightning_dlres.pipeline.capture.placeholders.shape_inference import UNKNOWN, ShapeInference
 from lightning_dlres.pipeline.capture.placeholders.skeleton import Skeleton, meta_of, placeholder
-from lightning_dlres.pipeline.capture.placeholders.tensors import replaced, tensors_in
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Boundary, Event, Value
 from lightning_dlres.pipeline.stage.microbatch import apart
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import recurrent_weights_released
 from lightning_dlres.core.rng import derive_seed, forked
+from lightning_dlres.pipeline.deferred.values import forget_deferred
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.stage.initialise import initialise, replace_storage
 from lightning_dlres.pipeline.stage.remote_parameters import mark_remote, remote_buffer
@@ -219,11 +220,12 @@ def materialise(
 ) -> None:
     """Give storage and initial values to the meta tensors that a stage holds.
 
-    Every module is initialised by its own `reset_parameters`. The seed depends on the layer alone,
-    so that the initial weights do not depend on the plan.
+    Deferred tensors get the values of a plain construction. Other modules are initialised by their
+    own `reset_parameters`, with a seed that depends on the layer alone. So the initial weights do
+    not depend on the plan.
 
     Raises:
-        ConfigError: If a module has meta tensors but no `reset_parameters`.
+        ConfigError: If a module has other meta tensors, but no `reset_parameters`.
     """
     held_layers = [(layer, layers.modules[layer]) for layer in plan.layers_of(stage)]
     names = {id(module): name for name, module in layers.root.named_modules()}
@@ -238,6 +240,7 @@ def materialise(
             torch.manual_seed(derive_seed(seed, layer + 1))
             for module in modules:
                 initialise(module, device, names.get(id(module), type(module).__name__))
+    forget_deferred(*layers.root.parameters(), *layers.root.buffers())
 
 
 def held_tensors(

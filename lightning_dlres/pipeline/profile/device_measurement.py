@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dlres.core import rng
-from lightning_dlres.core._compat import LiveBytes
+from lightning_dlres.core.device.live_bytes import LiveBytes
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
 from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher

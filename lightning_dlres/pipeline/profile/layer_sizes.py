@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core._compat import LiveBytes, fake_tensor_mode, storage_key
+from lightning_dlres.core._compat import fake_tensor_mode, storage_key
+from lightning_dlres.core.device.live_bytes import LiveBytes
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of, unflatten
 from lightning_dlres.pipeline.stage.stage import inplace_safe_aliases
 

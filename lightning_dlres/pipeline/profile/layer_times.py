@@ -26,9 +26,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core._compat import LiveBytes
+from lightning_dlres.core.device.live_bytes import LiveBytes
 from lightning_dlres.core.rng import forked
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of
+from lightning_dlres.pipeline.deferred.values import share_deferred
 from lightning_dlres.pipeline.profile.cpu_cache import FLUSH_BYTES
 from lightning_dlres.pipeline.profile.layer_sizes import (
     Bind,
@@ -387,6 +388,7 @@ def _kind_key(module: nn.Module, inputs: Tree) -> Any:
 
 def _module_copy(module: nn.Module, device: torch.device) -> nn.Module:
     module_copy = copy.deepcopy(module)
+    share_deferred(module, module_copy)
     with forked(device):
         for name, child in module_copy.named_modules():
             initialise(child, device, name)

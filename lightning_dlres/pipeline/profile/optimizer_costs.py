@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
-from lightning_dlres.core._compat import LiveBytes
+from lightning_dlres.core.device.live_bytes import LiveBytes
 from lightning_dlres.core.rng import forked
 from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
 from lightning_dlres.pipeline.profile.layer_times import ComputeClock

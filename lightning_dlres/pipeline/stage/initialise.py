@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import recurrent_weights_released, share_gradient_hooks
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.pipeline.deferred.values import deferred_values, forget_deferred, is_deferred
 from lightning_dlres.pipeline.stage.remote_parameters import class_on_holder
 
 
@@ -39,14 +40,19 @@ def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
 def initialise(module: nn.Module, device: torch.device, name: str) -> None:
     """Give storage and values to the meta tensors of one module, without those of its children.
 
+    Deferred tensors get the values that they would have had without deferral, and others those of
+    the module's `reset_parameters`.
+
     Args:
         module: Module; one without meta tensors stays as it is.
         device: Device of the storage.
         name: Name of the module, for the error.
 
     Raises:
-        ConfigError: If the module has meta tensors but no `reset_parameters`.
+        ConfigError: If the module has meta tensors that are not deferred, but no
+            `reset_parameters`.
     """
+    _fill_deferred(module, device)
     parameters = [p for p in module.parameters(recurse=False) if p.is_meta]
     buffers = [(key, b) for key, b in module.named_buffers(recurse=False) if b.is_meta]
     if not parameters and not buffers:
@@ -71,3 +77,16 @@ def initialise(module: nn.Module, device: torch.device, name: str) -> None:
     with torch.no_grad():
         for parameter, value in initialised:
             parameter.copy_(value)
+
+
+def _fill_deferred(module: nn.Module, device: torch.device) -> None:
+    """Give storage and values to a module's deferred tensors."""
+    parameters = [p for p in module.parameters(recurse=False) if is_deferred(p)]
+    buffers = [(key, b) for key, b in module.named_buffers(recurse=False) if is_deferred(b)]
+    values = deferred_values([*parameters, *(buffer for _, buffer in buffers)])
+    with recurrent_weights_released(module):
+        for parameter in parameters:
+            replace_storage(parameter, values.pop(0).to(device))
+            forget_deferred(parameter)
+    for key, _ in buffers:
+        setattr(module, key, values.pop(0).to(device))

@@ -46,6 +46,7 @@ class PipeOptions:
             limit from the free memory.
         recompute: "auto", "never" or "always".
         gradient_codec: Name of the codec of gradients between replicas; None for none.
+        deferred_init: True for a model that no rank builds whole.
         profile: Options of the profile.
         timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
         given_plan: The option `plan`, loaded.
@@ -65,6 +66,7 @@ class PipeOptions:
     memory_limit: MemoryLimit = None
     recompute: Recompute = "auto"
     gradient_codec: str | None = None
+    deferred_init: bool = False
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     timeout: float | str | timedelta = "10min"
     given_plan: PipelinePlan | None = field(init=False)
@@ -95,6 +97,9 @@ class PipeOptions:
             rule = f"None or one of {gradient_codec_names()}"
             fix = "gradient_codec='int8'"
             raise ConfigError(got_expected("gradient_codec", self.gradient_codec, rule, fix))
+        instance(
+            "deferred_init", self.deferred_init, (bool,), "True or False", "deferred_init=True"
+        )
         instance(
             "profile", self.profile, (ProfileConfig,), "a ProfileConfig", "profile=ProfileConfig()"
         )

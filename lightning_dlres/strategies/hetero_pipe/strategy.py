@@ -3,8 +3,8 @@ LightningModule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_dlres import _compat
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.pipeline.deferred.recording import deferred_init as deferred
 from lightning_dlres.pipeline.execute.optimizers import set_state_device
 from lightning_dlres.pipeline.execute.partition import has_meta_tensors, resident_parameter_bytes
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
@@ -94,6 +95,10 @@ class HeteroPipeStrategy(PartitionedStrategy):
             such as "int8" or "fp16"; None compresses none. Gradients below 16 KiB, those of
             parameters that several stages hold or that are outside of the layers, and those in
             float64 are not compressed. With one replica it does nothing.
+        deferred_init: True builds a model that is too large for a rank's memory. Each rank makes
+            only its own stage's part of what `configure_model` makes, or of what is made within
+            `Trainer.init_module`. Values are bitwise those of a whole construction from the same
+            seed. After training, each rank keeps its part.
         profile: Options of the measurement of layers and links before training.
         timeout: Time that a rank waits for another before it ends the run, in seconds or as text
             such as "10min".
@@ -127,6 +132,7 @@ class HeteroPipeStrategy(PartitionedStrategy):
         memory_limit: MemoryLimit = None,
         recompute: Recompute = "auto",
         gradient_codec: str | None = None,
+        deferred_init: bool = False,
         profile: ProfileConfig | None = None,
         timeout: float | str | timedelta = "10min",
         accelerator: Accelerator | None = None,
@@ -148,6 +154,7 @@ class HeteroPipeStrategy(PartitionedStrategy):
             memory_limit=memory_limit,
             recompute=recompute,
             gradient_codec=gradient_codec,
+            deferred_init=deferred_init,
             profile=ProfileConfig() if profile is None else profile,
             timeout=timeout,
         )
@@ -230,6 +237,13 @@ class HeteroPipeStrategy(PartitionedStrategy):
         self._options.memory_limit_of(self.global_rank, self.world_size)
         self._made_on_meta = None
         self._join_ranks()
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        is_deferred = self._options.deferred_init and self.world_size > 1
+        with deferred() if is_deferred else nullcontext():
+            yield
 
     @property
     @override

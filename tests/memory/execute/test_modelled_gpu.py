@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.codecs import ZeroValue
-from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.device.copiers import StreamCopier
+from lightning_dlres.core.device.live_bytes import LiveBytes
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.host.slab import Slab, aligned
 from lightning_dlres.kernels import zvc

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from lightning_dlres.core.wire.nested import named_tensors_in
 from lightning_dlres.core.wire.tree import Tree, tensors_of, unflatten
 from lightning_dlres.pipeline.capture.placeholders.skeleton import Skeleton
-from lightning_dlres.pipeline.capture.placeholders.tensors import named_tensors_in
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.core._compat import fake_tensor_mode
+from lightning_dlres.core.wire.nested import replaced, tensors_in
 from lightning_dlres.pipeline.capture.placeholders.skeleton import meta_of
-from lightning_dlres.pipeline.capture.placeholders.tensors import replaced, tensors_in
 
 # Results that are kept. A batch with sequences of another length needs others.
 _KEPT = 4096

@@ -1,0 +1,89 @@
+"""Values of parameters and buffers that were made without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_dlres.pipeline.deferred.tape import StorageView, Tape
+
+# Attribute of a tensor on a tape. It lives as long as the tensor has no memory.
+_ATTRIBUTE = "_dlres_deferred"
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """Place of a tensor's values.
+
+    Attributes:
+        tape: The tape.
+        view: Tensor of the tape of which this one is a copy; None for one that is on the tape.
+    """
+
+    tape: Tape
+    view: StorageView | None = None
+
+    def __deepcopy__(self, memo: object) -> _Handle:
+        return self
+
+
+def put_on_tape(tensor: Tensor, tape: Tape) -> None:
+    """Note that a tape has the values of a parameter or buffer."""
+    tensor.__dict__[_ATTRIBUTE] = _Handle(tape)
+
+
+def is_deferred(tensor: Tensor) -> bool:
+    """Return True for a tensor without memory whose values are on a tape."""
+    return _place(tensor) is not None
+
+
+def deferred_values(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the values of deferred tensors, each with memory of its own.
+
+    They are computed anew at each call.
+    """
+    by_tape: dict[int, tuple[Tape, list[int], list[StorageView]]] = {}
+    for position, tensor in enumerate(tensors):
+        place = _place(tensor)
+        assert place is not None
+        tape, view = place
+        _, positions, views = by_tape.setdefault(id(tape), (tape, [], []))
+        positions.append(position)
+        views.append(view)
+    values: dict[int, Tensor] = {}
+    for tape, positions, views in by_tape.values():
+        for position, value in zip(positions, tape.values(views), strict=True):
+            is_whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+            is_only = sum(view.key == views[positions.index(position)].key for view in views) == 1
+            values[position] = value if is_whole and is_only else value.clone()
+    return [values[position] for position in range(len(tensors))]
+
+
+def share_deferred(module: nn.Module, copy: nn.Module) -> None:
+    """Let the tensors of a module's copy have the values of the module's deferred tensors."""
+    copies = dict(_tensors_of(copy))
+    for name, tensor in _tensors_of(module):
+        place = _place(tensor)
+        if place is not None:
+            copies[name].__dict__[_ATTRIBUTE] = _Handle(*place)
+
+
+def forget_deferred(*tensors: Tensor) -> None:
+    """Let tensors forget their tapes, such as those that have got their values."""
+    for tensor in tensors:
+        tensor.__dict__.pop(_ATTRIBUTE, None)
+
+
+def _place(tensor: Tensor) -> tuple[Tape, StorageView] | None:
+    handle = tensor.__dict__.get(_ATTRIBUTE)
+    if not isinstance(handle, _Handle) or not tensor.is_meta:
+        return None
+    if handle.view is not None:
+        return handle.tape, handle.view
+    return (handle.tape, StorageView.of(tensor)) if tensor in handle.tape else None
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
