@@ -9,9 +9,16 @@ from torch import Tensor, nn
 
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
-from lightning_dlres.pipeline.capture.block_calls import calls_replaced, original_call
+from lightning_dlres.pipeline.capture.block_calls import (
+    calls_replaced,
+    original_call,
+    with_values,
+    without_graph,
+    without_graphs,
+)
 from lightning_dlres.pipeline.capture.modes import Mode, seed_layer, trial
 from lightning_dlres.pipeline.capture.running import without_objects
+from lightning_dlres.pipeline.deferred.values import has_deferred
 
 if TYPE_CHECKING:
     from lightning_dlres.pipeline.capture.captured import CapturedModule
@@ -46,7 +53,9 @@ def _output(captured: CapturedModule, inputs: Tree) -> Tree:
     def call(layer: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
         if layer > 0:
             seed_layer(layer)
-        return original_call(block, args, kwargs)
+        target = with_values(block, (args, kwargs))
+        output = original_call(target, args, kwargs)
+        return output if target is block else without_graphs(output, args, kwargs)
 
     args, kwargs = map_tensors(Tensor.clone, inputs)
     seed_layer(0)
@@ -58,9 +67,12 @@ def _check(captured: CapturedModule, inputs: Tree, expected: Tree) -> None:
     """Run the layers one by one; raise unless they give the output of the module."""
     crossing = map_tensors(Tensor.clone, inputs)
     for layer in range(len(captured.blocks)):
-        crossing = captured.run(range(layer, layer + 1), crossing, before_layer=seed_layer)
+        block = captured.blocks[layer]
+        copies = {layer: with_values(block, crossing)} if has_deferred(block) else {}
+        layers = range(layer, layer + 1)
+        crossing = captured.run(layers, crossing, before_layer=seed_layer, copies=copies)
         # As between stages; code may ask for a tensor's graph, or if it is a leaf.
-        crossing = map_tensors(_as_received, crossing)
+        crossing = map_tensors(without_graph, crossing)
     ours, theirs = tensors_of(captured.output(crossing)), tensors_of(without_objects(expected))
     if len(ours) != len(theirs) or not all(map(_is_close, ours, theirs)):
         raise UnsupportedStepError(
@@ -68,11 +80,6 @@ def _check(captured: CapturedModule, inputs: Tree, expected: Tree) -> None:
             "different ranks, got another output. Its submodules must pass tensors to each other "
             "only by their arguments and results."
         )
-
-
-def _as_received(tensor: Tensor) -> Tensor:
-    """Return a copy that has no graph before it, and may be changed in place."""
-    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
 def _is_close(ours: Tensor, theirs: Tensor) -> bool:

@@ -8,11 +8,16 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
-import torch.utils.checkpoint
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from lightning_dlres.core._compat import CALL
+from lightning_dlres.core._compat import CALL, storage_key
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.wire.nested import tensors_in
+from lightning_dlres.core.wire.tree import Tree, map_tensors
+from lightning_dlres.pipeline.deferred.values import has_deferred
+from lightning_dlres.pipeline.stage.initialise import initialised_copy
 
 
 @contextmanager
@@ -49,6 +54,46 @@ def original_call(block: nn.Module, args: Any, kwargs: Any) -> Any:
     finally:
         if replacement is not None:
             block.__dict__[CALL] = replacement
+
+
+def with_values(block: nn.Module, arguments: Any) -> nn.Module:
+    """Return a block, or a copy of it with values if it is deferred.
+
+    Args:
+        block: The block; its call may be replaced.
+        arguments: Its arguments, whose device is that of the values.
+    """
+    if not has_deferred(block):
+        return block
+    device = next((t.device for t in tensors_in(arguments)), torch.device("cpu"))
+    replacement = block.__dict__.pop(CALL, None)
+    try:
+        return initialised_copy(block, device)
+    finally:
+        if replacement is not None:
+            block.__dict__[CALL] = replacement
+
+
+def without_graphs(output: Tree, args: Any, kwargs: Any) -> Tree:
+    """Return the output of a copy without its graphs, which would keep the copy's values.
+
+    A tensor that shares memory with an argument stays as it is.
+    """
+    storages = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+
+    def alone(tensor: Tensor) -> Tensor:
+        return tensor if storage_key(tensor) in storages else without_graph(tensor)
+
+    try:
+        return map_tensors(alone, output)
+    except ConfigError:
+        # The block cannot be a layer, as its caller finds out.
+        return output
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """Return a copy that has no graph before it, and may be changed in place."""
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
 def checkpointed_call(block: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -28,6 +28,7 @@ from lightning_dlres.pipeline.capture.placeholders.shape_inference import ShapeI
 from lightning_dlres.pipeline.capture.recording import NotALayer, Recorder
 from lightning_dlres.pipeline.capture.running import SegmentRun
 from lightning_dlres.pipeline.capture.trace import Trace
+from lightning_dlres.pipeline.stage.initialise import fill_deferred
 from lightning_dlres.pipeline.stage.microbatch import parted, samples_in
 
 # Called with the index of a layer before it runs, such as to seed its random numbers.
@@ -154,6 +155,7 @@ def capture(module: nn.Module, inputs: Tree) -> CapturedModule:
 
 def _captured(module: nn.Module, blocks: Mapping[str, nn.Module], inputs: Tree) -> CapturedModule:
     device, samples = _device_of(inputs), samples_in(inputs)
+    _fill_glue(module, blocks.values(), device)
     with trial(module, TRAINING, device):
         order = _recorded(module, blocks, inputs)[0].order
     names = [list(blocks)[index] for index in order]
@@ -214,6 +216,14 @@ def _captured(module: nn.Module, blocks: Mapping[str, nn.Module], inputs: Tree) 
     for mode in (TRAINING, EVALUATION):
         check_agreement(captured, inputs, mode, device)
     return captured
+
+
+def _fill_glue(module: nn.Module, blocks: Collection[nn.Module], device: torch.device) -> None:
+    """Give values to deferred tensors outside of the blocks, which every stage holds anyway."""
+    inside = {id(m) for block in blocks for m in block.modules()}
+    for outer in module.modules():
+        if id(outer) not in inside:
+            fill_deferred(outer, device)
 
 
 def _recorded(

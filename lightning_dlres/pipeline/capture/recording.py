@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.overrides import TorchFunctionMode
 
 from lightning_dlres.core._compat import storage_key
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
@@ -21,8 +19,11 @@ from lightning_dlres.pipeline.capture.block_calls import (
     calls_replaced,
     checkpoint_around,
     original_call,
+    with_values,
+    without_graphs,
 )
 from lightning_dlres.pipeline.capture.glue_mode import GlueMode
+from lightning_dlres.pipeline.capture.inside_of_blocks import InsideOfBlocks
 from lightning_dlres.pipeline.capture.operations import (
     TENSOR_HOOKS,
     is_decision,
@@ -91,7 +92,7 @@ class Recorder(GlueMode):
         self._buffers = {
             storage_key(b): n for n, b in module.named_buffers() if id(b) not in self._owners
         }
-        self._inner = _InsideOfBlocks(self._note_use)
+        self._inner = InsideOfBlocks(self._note_use)
         # Results of the user's own functions; see `_note_own_functions`.
         self._own: set[Value] = set()
         # Functions of users' that made a value inside of a block or before the forward.
@@ -113,9 +114,11 @@ class Recorder(GlueMode):
         try:
             return self._run(args, kwargs)
         finally:
-            # An error may keep this object, but must not keep the graph: its parameters are moved.
+            # This object may live on. It must keep no graph, and no weak reference to a parameter:
+            # parameters are moved.
             self._values.clear()
             self._own_functions.clear()
+            self._inner.references.clear()
 
     def _run(self, args: Any, kwargs: Any) -> Trace:
         for position, tensor in enumerate(tensors_of((args, kwargs))):
@@ -186,8 +189,11 @@ class Recorder(GlueMode):
             if self._outputs is not None:
                 output = self._outputs[index].made_with(args, kwargs)
             else:
+                target = with_values(block, arguments)
                 with self._inner.of(name):
-                    output = original_call(block, args, kwargs)
+                    output = original_call(target, args, kwargs)
+                if target is not block:
+                    output = without_graphs(output, args, kwargs)
             written = _written(arguments, versions)
             try:
                 self.outputs[index] = BlockOutput.of(output, args, kwargs)
@@ -374,42 +380,6 @@ class Recorder(GlueMode):
 
     def _is_known(self, tensor: Tensor) -> bool:
         return id(tensor) in self._values
-
-
-class _InsideOfBlocks(TorchFunctionMode):
-    """Mode for the operations inside of blocks; it knows the tensors that they make.
-
-    Args:
-        note_use: Called with each tensor that an operation takes, the name of the block, and that
-            of the operation.
-    """
-
-    def __init__(self, note_use: Callable[[Tensor, str, str], Any]) -> None:
-        super().__init__()
-        self._note_use, self._block = note_use, ""
-        self._references: dict[int, weakref.ref[Tensor]] = {}
-
-    def of(self, block: str) -> _InsideOfBlocks:
-        """Return the mode, for operations of a block with this name."""
-        self._block = block
-        return self
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs, name = kwargs or {}, operation_name(function)
-        if not is_metadata(name, args, kwargs):
-            for tensor in tensors_in((args, kwargs)):
-                self._note_use(tensor, self._block, name)
-        result = function(*args, **kwargs)
-        for tensor in tensors_in(result):
-            self._references[id(tensor)] = weakref.ref(tensor)
-        return result
-
-    def has(self, tensor: Tensor) -> bool:
-        """Return True if an operation inside of a block has made a tensor."""
-        reference = self._references.get(id(tensor))
-        return reference is not None and reference() is tensor
 
 
 # A search for checkpoints around an operation ends here.

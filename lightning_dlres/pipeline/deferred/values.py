@@ -39,6 +39,11 @@ def is_deferred(tensor: Tensor) -> bool:
     return _place(tensor) is not None
 
 
+def has_deferred(module: nn.Module) -> bool:
+    """Return True if some parameter or buffer of a module is deferred."""
+    return any(is_deferred(tensor) for _, tensor in _tensors_of(module))
+
+
 def deferred_values(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the values of deferred tensors, each with memory of its own.
 

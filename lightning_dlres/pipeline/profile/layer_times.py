@@ -12,7 +12,6 @@ a copy is a valid input of the next, the copies are timed twice: together as one
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import statistics
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from lightning_dlres.core.device.live_bytes import LiveBytes
 from lightning_dlres.core.rng import forked
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of
-from lightning_dlres.pipeline.deferred.values import share_deferred
 from lightning_dlres.pipeline.profile.cpu_cache import FLUSH_BYTES
 from lightning_dlres.pipeline.profile.layer_sizes import (
     Bind,
@@ -40,7 +38,7 @@ from lightning_dlres.pipeline.profile.layer_sizes import (
     bytes_of,
     sizes_without_storage,
 )
-from lightning_dlres.pipeline.stage.initialise import initialise
+from lightning_dlres.pipeline.stage.initialise import initialised_copy
 from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
 
 _log = logging.getLogger(__name__)
@@ -255,7 +253,7 @@ class _Runner:
     """Runs one copy of a layer, or several copies in a row, as a stage runs its layers."""
 
     def __init__(self, call: LayerCall, copies: Sequence[nn.Module] | None = None) -> None:
-        copies = copies or [_module_copy(call.module, call.device)]
+        copies = copies or [initialised_copy(call.module, call.device).train()]
         parameters = [[p for p in each.parameters() if p.requires_grad] for each in copies]
         bound = [call.bind(call.index, each) for each in copies]
         self._stage = Stage(
@@ -331,7 +329,8 @@ def _measure_times(
 ) -> None:
     """Time a kind of layer on this many copies: together as one run, if the layer can follow
     itself, and each copy as a run of its own."""
-    module_copies = [_module_copy(kind.call.module, kind.call.device) for _ in range(copies)]
+    module, device = kind.call.module, kind.call.device
+    module_copies = [initialised_copy(module, device).train() for _ in range(copies)]
     alone = [_Runner(kind.call, [module_copy]) for module_copy in module_copies]
     if copies == 1 or not kind.can_follow_itself:
         kind.forward, kind.backward = _mean_seconds(alone, clock, repeats, seconds)
@@ -384,15 +383,6 @@ def _kind_key(module: nn.Module, inputs: Tree) -> Any:
     structure, tensors = flatten(inputs)
     shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
     return modules, weights, shapes, msgspec.msgpack.encode(structure)
-
-
-def _module_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    module_copy = copy.deepcopy(module)
-    share_deferred(module, module_copy)
-    with forked(device):
-        for name, child in module_copy.named_modules():
-            initialise(child, device, name)
-    return module_copy.to(device).train()
 
 
 def _copy(tensor: Tensor) -> Tensor:

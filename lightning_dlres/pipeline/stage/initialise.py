@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import recurrent_weights_released, share_gradient_hooks
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.deferred.values import deferred_values, forget_deferred, is_deferred
+from lightning_dlres.core.rng import forked
+from lightning_dlres.pipeline.deferred.values import (
+    deferred_values,
+    forget_deferred,
+    is_deferred,
+    share_deferred,
+)
 from lightning_dlres.pipeline.stage.remote_parameters import class_on_holder
 
 
@@ -52,7 +60,7 @@ def initialise(module: nn.Module, device: torch.device, name: str) -> None:
         ConfigError: If the module has meta tensors that are not deferred, but no
             `reset_parameters`.
     """
-    _fill_deferred(module, device)
+    fill_deferred(module, device)
     parameters = [p for p in module.parameters(recurse=False) if p.is_meta]
     buffers = [(key, b) for key, b in module.named_buffers(recurse=False) if b.is_meta]
     if not parameters and not buffers:
@@ -79,8 +87,23 @@ def initialise(module: nn.Module, device: torch.device, name: str) -> None:
             parameter.copy_(value)
 
 
-def _fill_deferred(module: nn.Module, device: torch.device) -> None:
-    """Give storage and values to a module's deferred tensors."""
+def initialised_copy(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy of a module on a device, with values for its meta tensors.
+
+    Raises:
+        ConfigError: If a module in it has meta tensors that are not deferred, but no
+            `reset_parameters`.
+    """
+    module_copy = copy.deepcopy(module)
+    share_deferred(module, module_copy)
+    with forked(device):
+        for name, child in module_copy.named_modules():
+            initialise(child, device, name)
+    return module_copy.to(device)
+
+
+def fill_deferred(module: nn.Module, device: torch.device) -> None:
+    """Give storage and values to a module's deferred tensors, without those of its children."""
     parameters = [p for p in module.parameters(recurse=False) if is_deferred(p)]
     buffers = [(key, b) for key, b in module.named_buffers(recurse=False) if is_deferred(b)]
     values = deferred_values([*parameters, *(buffer for _, buffer in buffers)])

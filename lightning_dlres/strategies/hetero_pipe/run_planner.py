@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -15,6 +16,7 @@ from lightning_dlres.core.error_places import place_of
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.core.wire.tree import Tree, map_tensors
+from lightning_dlres.pipeline.deferred.values import has_deferred
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.plan.planner import (
@@ -28,6 +30,7 @@ from lightning_dlres.pipeline.profile.config import ProfileSamples
 from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
 from lightning_dlres.pipeline.profile.profiler import Profiler, ProfilingError
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, RunProfile
+from lightning_dlres.pipeline.stage.initialise import fill_deferred
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.hetero_pipe.checks.inspection import inspect_step
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import NoCopyError
@@ -74,8 +77,9 @@ class RunPlanner:
         options: Options of the strategy.
         connection: Connection to the other ranks.
         optimizers: Optimizers of the run; empty outside of `fit`.
-        model_is_whole: True if every rank has the whole model. Otherwise the model was made on the
-            meta device. Layers are then measured on initialised copies, and no trial step runs.
+        model_is_whole: True if every rank has the whole model. Otherwise it is deferred, or was
+            made on the meta device. Layers are then measured on initialised copies, and no trial
+            step runs.
         keeps_placement: True if an earlier run has left each rank with its own stage's parameters
             only. This run then needs the same plan.
     """
@@ -125,9 +129,13 @@ class RunPlanner:
         world_size = self._connection.world_size
         will_measure = self._options.given_plan is None and world_size > 1
         is_pipelined = not self._options.is_plain_training(world_size)
-        needs_samples = fitting and is_pipelined and (self._model_is_whole or will_measure)
+        # Layers of a deferred model run one at a time, on copies with values.
+        has_values = self._model_is_whole or has_deferred(self._module)
+        needs_samples = fitting and is_pipelined and (has_values or will_measure)
+        for _, module in self._layers.non_pipelined_modules():
+            fill_deferred(module, torch.device("cpu"))
         samples = self._read_samples(trainer) if needs_samples else None
-        if samples is not None and self._model_is_whole:
+        if samples is not None and has_values:
             self._capture(samples)
         plan = self._make_plan(trainer, previous, samples)
         if is_pipelined and fitting:
@@ -143,7 +151,7 @@ class RunPlanner:
 
         A module that cannot be cut stays one layer: replicas of one stage can train it.
         """
-        homes = {p.device for p in self._pipelined.module.parameters()}
+        homes = {p.device for p in self._pipelined.module.parameters() if not p.is_meta}
         inputs = samples.inputs[0]
         if len(homes) == 1:
             home = homes.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -212,6 +213,32 @@ def test_capture_leaves_the_module_and_random_numbers_as_they_were() -> None:
     assert torch.equal(random_state, torch.get_rng_state())
     assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
     assert [m.training for m in module] == [True, False, True, True]
+
+
+class ReturnsItsParameter(nn.Module):
+    """Block with an operation whose result is the parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.float()
+
+
+def test_capture_keeps_no_weak_reference_to_a_parameter() -> None:
+    """`torch.utils.swap_tensors`, which moves parameters, refuses it."""
+
+    class Chain(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self:
+                x = block(x) + 1
+            return x
+
+    module = Chain(ReturnsItsParameter(), ReturnsItsParameter())
+    captured = capture(module, ((torch.ones(2, FEATURES),), {}))
+    assert len(captured.blocks) == 2
+    assert not any(weakref.getweakrefs(parameter) for parameter in module.parameters())
 
 
 def test_hooks_of_blocks_fire_once_in_a_run_of_all_layers() -> None:

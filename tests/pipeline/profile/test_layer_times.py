@@ -160,10 +160,10 @@ def test_a_layer_that_does_not_accept_its_own_output_is_timed_alone(kind: str) -
 
 def test_large_layers_have_few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    original = layer_times._module_copy
+    original = layer_times.initialised_copy
     monkeypatch.setattr(
         layer_times,
-        "_module_copy",
+        "initialised_copy",
         lambda module, device: made.append(0) or original(module, device),
     )
     chain = [nn.Linear(64, 64) for _ in range(6)]
