@@ -9,7 +9,7 @@ import pytest
 
 from lightning_dlres.cli.main import main
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.pipeline.profile import profiler
+from lightning_dlres.pipeline.profile.ranks import rank_device
 from tests.support.commands import CONFIG, TINY, assert_trained, run_command_in
 from tests.support.rank_pool import RankContext, RankOutcome, RankPool
 from tests.support.scripts import RunScript
@@ -52,7 +52,7 @@ def test_a_plan_for_a_remote_cluster(pool: RankPool, tmp_path: Path) -> None:
 def run_with_little_memory(context: RankContext, directory: str, *options: str) -> int:
     """Run `dlres` in a directory, as a rank that sees little free memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiler, "available_bytes", lambda: 1000)
+        patch.setattr(rank_device, "available_bytes", lambda: 1000)
         return run_command_in(context, directory, *options)
 
 

@@ -117,6 +117,7 @@ def trainer_for(context: RankContext | None, **options: Any) -> Trainer:
         "stages",
         "profile",
         "memory_limit",
+        "deferred_init",
         "timeout",
     )
     chosen = {name: options.pop(name) for name in strategy_options if name in options}

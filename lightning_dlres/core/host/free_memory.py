@@ -28,11 +28,24 @@ def available_bytes(root: Path = Path("/")) -> int | None:
         available = next(line for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return None
-    return max(0, min([int(available.split()[1]) * _KIB, *_left_in_groups(root)]))
+    left = [left for left, _ in _left_in_groups(root)]
+    return max(0, min([int(available.split()[1]) * _KIB, *left]))
 
 
-def _left_in_groups(root: Path) -> Iterator[int]:
-    """Yield the bytes that each limited control group of this process has left."""
+def limiting_group(root: Path = Path("/")) -> str:
+    """Return the control group whose limit is the reason for the number of available bytes.
+
+    Returns:
+        The directory of the group; "" if it is the host's memory that limits.
+    """
+    groups = list(_left_in_groups(root))
+    available = available_bytes(root)
+    return next((name for left, name in groups if max(0, left) == available), "")
+
+
+def _left_in_groups(root: Path) -> Iterator[tuple[int, str]]:
+    """Yield the bytes that each limited control group of this process has left, and its
+    directory."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -52,7 +65,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         for directory in (group, *group.parents):
             left = _left(root / mount / directory, limit, usage)
             if left is not None:
-                yield left
+                yield left, str(directory)
 
 
 def _left(group: Path, limit: str, usage: str) -> int | None:

@@ -20,6 +20,8 @@ from lightning_dlres.core.device.live_bytes import LiveBytes
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of, unflatten
 from lightning_dlres.pipeline.stage.stage import inplace_safe_aliases
 
+# Takes a layer's index and its module or a copy of it; returns the layer. Layers of equal modules
+# may differ in a `role`, an attribute of the returned callable.
 Bind = Callable[[int, nn.Module], Callable[[Tree], Tree]]
 Context = Callable[[], AbstractContextManager[Any]]
 

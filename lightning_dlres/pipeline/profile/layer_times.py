@@ -107,7 +107,9 @@ def measure_layers(
     activation = map_tensors(lambda t: t.to(device), inputs)
     with torch.enable_grad(), forked(device):
         for index, module in enumerate(modules):
-            key = _kind_key(module, activation)
+            # The last member of a list returns less than the others.
+            role = getattr(bind(index, module), "role", "")
+            key = role, _kind_key(module, activation)
             if key not in kinds:
                 held_outputs = sum(kind.sizes.output_bytes for kind in kinds.values())
                 free = None if limit is None else limit - held_outputs

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_dlres.core.comm.rank_group import RankGroup
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError
-from lightning_dlres.core.host.free_memory import available_bytes
+from lightning_dlres.core.host.free_memory import limiting_group
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
@@ -46,9 +46,16 @@ from lightning_dlres.pipeline.profile.link_probe import (
 )
 from lightning_dlres.pipeline.profile.optimizer_costs import UpdateBytes, state_ratio, update_bytes
 from lightning_dlres.pipeline.profile.profiled_model import ProfiledModel
+from lightning_dlres.pipeline.profile.ranks.rank_device import (
+    FREE_MEMORY_SHARE,
+    RankDevice,
+    bytes_for_measuring,
+    free_bytes,
+    host_memory,
+    with_own_limits,
+)
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, RunProfile, StepCosts
 
-_FREE_MEMORY_SHARE = 0.9  # the part of the free memory that the model may take
 # Largest number of rounds. All ranks measure at once, as they will train: ranks of one host share
 # its caches and memory. Other work of the host may slow a round; the median ignores that round.
 _ROUNDS = 5
@@ -108,8 +115,9 @@ class Profiler:
             Exception: The error of this rank's measurement, if it is not a lack of memory.
         """
         flusher = CpuCacheFlusher()
-        ranks = [_RankDevice(*fields) for fields in self._all_gather(list(self._describe()))]
-        available = _bytes_for_measuring(ranks, self._ranks.rank)
+        described = [RankDevice(*fields) for fields in self._all_gather(list(self._describe()))]
+        ranks = with_own_limits(described)
+        available = bytes_for_measuring(ranks, self._ranks.rank)
         measurement = self._measure_together(samples, config, optimizers, flusher, available)
         # One row per rank: forward of layer 0, backward of layer 0, forward of layer 1, ...
         rows = self._ranks.gather(
@@ -154,7 +162,7 @@ class Profiler:
             step,
             cluster,
             samples.microbatches,
-            _host_memory(ranks),
+            host_memory(ranks),
         )
 
     def _measure_together(
@@ -263,62 +271,16 @@ class Profiler:
             for rank in range(ranks.world_size)
         ]
 
-    def _describe(self) -> _RankDevice:
+    def _describe(self) -> RankDevice:
         device, limit = self._model.device, self._memory_limit
         is_cuda = device.type == "cuda"
-        free = _free_bytes(device)
+        free = free_bytes(device)
         if limit is None and is_cuda:
-            limit = int((free or 0) * _FREE_MEMORY_SHARE)
+            limit = int((free or 0) * FREE_MEMORY_SHARE)
         tensors = chain(self._model.root.parameters(), self._model.root.buffers())
         held = bytes_of(tensor for tensor in tensors if tensor.device.type == "cpu")
-        return _RankDevice(_host(), _device_name(device), is_cuda, limit, free, held)
-
-
-class _RankDevice(NamedTuple):
-    """Description of a rank's device, which all ranks share.
-
-    Attributes:
-        host: Name of the host; see `_host`.
-        name: Name of the device model.
-        is_cuda: Whether the device is a GPU.
-        limit: Bytes that the model may take on the device; None: no limit, only on the CPU.
-        free: Bytes that are free on the GPU or, for a rank on the CPU, on its host; None: unknown.
-        held: Bytes of the model that the rank holds now on the CPU.
-    """
-
-    host: str
-    name: str
-    is_cuda: bool
-    limit: int | None
-    free: int | None
-    held: int
-
-
-def _bytes_for_measuring(devices: Sequence[_RankDevice], rank: int) -> int | None:
-    """Return the bytes that a rank may take while all ranks measure; None: unknown.
-
-    Ranks on the CPU of one host share its free memory equally.
-    """
-    own = devices[rank]
-    sharing = [d for d in devices if d.host == own.host and not d.is_cuda and not own.is_cuda]
-    free = [device.free for device in sharing or [own] if device.free is not None]
-    limits = [own.limit] if own.limit is not None else []
-    if free:
-        limits.append(int(min(free) * _FREE_MEMORY_SHARE / max(len(sharing), 1)))
-    return min(limits, default=None)
-
-
-def _host_memory(devices: Sequence[_RankDevice]) -> dict[str, int]:
-    """Return the bytes that the ranks of each host may hold together; see `RunProfile`."""
-    memory = {}
-    for host in {device.host for device in devices}:
-        # Only ranks on the CPU may have no limit.
-        sharing = [d for d in devices if d.host == host and d.free is not None and d.limit is None]
-        if sharing:
-            free = min(device.free for device in sharing if device.free is not None)
-            # The part of the model that a rank holds now is freed for its stage.
-            memory[host] = int((free + sum(d.held for d in sharing)) * _FREE_MEMORY_SHARE)
-    return memory
+        group = "" if is_cuda else limiting_group()
+        return RankDevice(_host(), _device_name(device), is_cuda, limit, free, held, group)
 
 
 def profile_for_cluster(
@@ -348,7 +310,7 @@ def profile_for_cluster(
         ConfigError: If a layer does not fit into the free memory of this process's device.
     """
     device = model.device
-    free = _free_bytes(device)
+    free = free_bytes(device)
     measurement, _ = measure_device(
         model,
         samples,
@@ -356,7 +318,7 @@ def profile_for_cluster(
         layer_context=layer_context,
         optimizers=optimizers,
         flusher=CpuCacheFlusher(),
-        limit=None if free is None else int(free * _FREE_MEMORY_SHARE),
+        limit=None if free is None else int(free * FREE_MEMORY_SHARE),
     )
     layers = measurement.layers
     for name, layer in zip(model.names, layers, strict=True):
@@ -428,14 +390,6 @@ def layer_profiles(
 def _update_bytes(optimizers: Sequence[Optimizer], device: torch.device) -> UpdateBytes:
     # A run has one optimizer, or none if it trains nothing.
     return update_bytes(optimizers[0], device) if optimizers else UpdateBytes()
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of a GPU, or of the host for the CPU; None: unknown."""
-    if device.type != "cuda":
-        return available_bytes()
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
 def _device_name(device: torch.device) -> str:

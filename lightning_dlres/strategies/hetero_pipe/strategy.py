@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -275,6 +276,12 @@ class HeteroPipeStrategy(PartitionedStrategy):
             self._until_teardown.enter_context(adapted_trainer(trainer, module, self._connected))
         self.model = self.precision_plugin.convert_module(module)
         is_whole = not self.restore_checkpoint_after_setup
+        if is_whole and fitting and self._options.deferred_init and self.world_size > 1:
+            rank_zero_warn(
+                f"dlres: deferred_init has no effect, because {type(module).__name__} has no large "
+                "tensors that were made in configure_model. Make it in configure_model, or within "
+                "Trainer.init_module."
+            )
         context = self._make_step_context()
         self._until_teardown.enter_context(metric_sync_disabled(context.all_metrics))
         self.model_to_device()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlres.core.host.free_memory import available_bytes
+from lightning_dlres.core.host.free_memory import available_bytes, limiting_group
 
 MEMINFO = "MemTotal:  2000 kB\nMemFree:  300 kB\nMemAvailable:  1000 kB\n"
 
@@ -56,16 +56,20 @@ def test_a_system_without_meminfo_returns_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     # Groups as (allowed, used, cache) in bytes; `slurm` is the parent of `job`.
-    ("job", "slurm", "expected"),
+    ("job", "slurm", "expected", "group"),
     [
-        (("max", 10, 0), ("max", 10, 0), 1000 * 1024),
-        (("50000", 30000, 4000), ("max", 30000, 0), 24000),
-        (("50000", 30000, 4000), ("40000", 35000, 1000), 6000),
-        (("50000", 60000, 0), ("max", 60000, 0), 0),
+        (("max", 10, 0), ("max", 10, 0), 1000 * 1024, ""),
+        (("50000", 30000, 4000), ("max", 30000, 0), 24000, "slurm/job"),
+        (("50000", 30000, 4000), ("40000", 35000, 1000), 6000, "slurm"),
+        (("50000", 60000, 0), ("max", 60000, 0), 0, "slurm/job"),
     ],
 )
 def test_control_groups_of_version_2_limit_memory(
-    tmp_path: Path, job: tuple[str, int, int], slurm: tuple[str, int, int], expected: int
+    tmp_path: Path,
+    job: tuple[str, int, int],
+    slurm: tuple[str, int, int],
+    expected: int,
+    group: str,
 ) -> None:
     files = {"proc/self/cgroup": "0::/slurm/job\n"}
     files |= control_group("sys/fs/cgroup/slurm/job", *job) | control_group(
@@ -73,6 +77,7 @@ def test_control_groups_of_version_2_limit_memory(
     )
     write_files(tmp_path, files)
     assert available_bytes(tmp_path) == expected
+    assert limiting_group(tmp_path) == group
 
 
 def test_control_groups_of_version_1_limit_memory_in_a_container(tmp_path: Path) -> None:

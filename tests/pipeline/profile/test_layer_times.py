@@ -158,6 +158,26 @@ def test_a_layer_that_does_not_accept_its_own_output_is_timed_alone(kind: str) -
     assert timed.forward > 0
 
 
+class Member:
+    """Layer that returns more than its module's output, unless it is the last one."""
+
+    def __init__(self, module: nn.Module, is_last: bool) -> None:
+        self.module, self.role = module, "last" if is_last else ""
+
+    def __call__(self, x: Any) -> Any:
+        output = self.module(x if isinstance(x, Tensor) else x[0])
+        return output if self.role else (output, "more")
+
+
+def test_the_last_of_equal_layers_may_return_less() -> None:
+    chain = [nn.Linear(4, 4) for _ in range(4)]
+    inputs = torch.randn(2, 4).requires_grad_(), "more"
+    _, output, _ = measure_layers(
+        chain, lambda index, module: Member(module, index == 3), inputs, CPU, nullcontext, repeats=1
+    )
+    assert isinstance(output, Tensor)
+
+
 def test_large_layers_have_few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     original = layer_times.initialised_copy
@@ -198,14 +218,17 @@ def test_tokens_trees_and_layers_without_a_gradient_are_measured() -> None:
 
 def test_each_layer_is_bound_by_its_index() -> None:
     modules = [nn.Linear(2, 2, bias=i == 1) for i in range(3)]
-    bound: list[tuple[int, bool]] = []
+    ran: list[tuple[int, bool]] = []
 
     def bind(index: int, module: nn.Module) -> Any:
-        bound.append((index, module is modules[index]))
-        return module
+        def run(x: Tensor) -> Any:
+            ran.append((index, module is modules[index]))
+            return module(x)
+
+        return run
 
     measure_layers(modules, bind, torch.ones(1, 2), CPU, nullcontext)
-    assert set(bound) == {(0, False), (1, False), (2, False)}, "copies, never the module itself"
+    assert set(ran) == {(0, False), (1, False), (2, False)}, "copies, never the module itself"
 
 
 def test_measuring_layers_on_meta_keeps_the_random_state() -> None:

@@ -378,10 +378,14 @@ class _ListMember:
     """A member of a pipelined list as one layer; its input tree is (first argument, args, kwargs).
 
     Its output is the first argument of the next member, which also gets the same other arguments.
+
+    Attributes:
+        role: "last" for the last member, whose output is that of the list; else "".
     """
 
     def __init__(self, module: nn.Module, is_last: bool) -> None:
         self._module, self._is_last = module, is_last
+        self.role = "last" if is_last else ""
 
     def __call__(self, inputs: Tree) -> Tree:
         first, args, kwargs = inputs

@@ -1,0 +1,1 @@
+"""Ranks that take part in a measurement."""
