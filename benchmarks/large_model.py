@@ -59,7 +59,7 @@ class Settings:
 
 
 # Its 319 million parameters take 1.28 GB.
-FULL = Settings(sizes={"width": 1024, "blocks": 24, "length": 32, "samples": 12}, limit=1450 << 20)
+FULL = Settings(sizes={"width": 1024, "blocks": 24, "length": 32, "samples": 6}, limit=1450 << 20)
 QUICK = Settings(sizes={"width": 256, "blocks": 6, "length": 16, "samples": 6}, limit=1450 << 20)
 
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"could not measure: {failed[0][-4000:]}", file=sys.stderr)
         return 1
     whole = run(settings, stages=1, limited=False)[0]
-    rows, is_same = compared(ranks, json.loads(whole[1].splitlines()[-1]))
+    rows, is_same = compared(ranks, figures_of(whole[1]))
     print(table(_COLUMNS, [row_of(row) for row in rows]), flush=True)
     worst = max(abs(row["counted"] / row["planned"] - 1) for row in rows)
     checks = {
@@ -153,11 +153,18 @@ def compared(ranks: Sequence[Output], whole: dict[str, Any]) -> tuple[list[dict[
     """Return figures of each stage, and True if all initial weights are those of `whole`."""
     rows, initial = [], {}
     for _, output, group_peak in ranks:
-        figures = json.loads(output[: output.rindex("}") + 1].splitlines()[-1])
+        figures = figures_of(output)
         initial |= figures.pop("initial")
         peaks = figures["peaks"]
         rows.append(figures | {"counted": statistics.median(peaks), "group_peak": group_peak})
     return sorted(rows, key=lambda row: int(row["stage"])), initial == whole["initial"]
+
+
+def figures_of(output: str) -> dict[str, Any]:
+    """Return the figures that a rank has printed among its messages."""
+    (line,) = [line for line in output.splitlines() if line.startswith('{"seconds"')]
+    figures: dict[str, Any] = json.loads(line)
+    return figures
 
 
 def row_of(row: dict[str, Any]) -> list[object]:

@@ -92,6 +92,7 @@ def main(order: dict[str, Any]) -> None:
     strategy = HeteroPipeStrategy(
         stages=order["stages"],
         microbatches=order["microbatches"],
+        module="net",
         deferred_init=True,
         memory_limit=order["memory_limit"],
         profile=ProfileConfig(repeats=1, seconds=0.0),

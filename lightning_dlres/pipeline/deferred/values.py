@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 from torch import Tensor, nn
 
 from lightning_dlres.pipeline.deferred.tape import StorageView, Tape
@@ -64,6 +66,36 @@ def deferred_values(tensors: Sequence[Tensor]) -> list[Tensor]:
             is_only = sum(view.key == views[positions.index(position)].key for view in views) == 1
             values[position] = value if is_whole and is_only else value.clone()
     return [values[position] for position in range(len(tensors))]
+
+
+def stand_in_values(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return values of deferred tensors for runs that only measure or trace.
+
+    Floating-point parameters of several dimensions get numbers of the usual size, the same at each
+    call. They cost a copy, while the tape may take seconds. All other tensors get their values.
+    """
+    is_free = [
+        isinstance(t, nn.Parameter) and t.is_floating_point() and t.dim() > 1 for t in tensors
+    ]
+    exact = iter(deferred_values([t for t, free in zip(tensors, is_free, strict=True) if not free]))
+    return [
+        _numbers(tensor) if free else next(exact)
+        for tensor, free in zip(tensors, is_free, strict=True)
+    ]
+
+
+@cache
+def _pool() -> Tensor:
+    """Return normal numbers, which are made without torch's default generator."""
+    return torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return the pool's numbers in the shape of a tensor, as large as initial weights."""
+    pool = _pool() * (tensor.shape[0] / max(tensor.numel(), 1)) ** 0.5
+    copies = -(-tensor.numel() // pool.numel())
+    numbers = pool.to(tensor.dtype).repeat(copies)[: tensor.numel()]
+    return numbers.view(tensor.shape)
 
 
 def share_deferred(module: nn.Module, copy: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from lightning_dlres.pipeline.deferred.values import (
     forget_deferred,
     is_deferred,
     share_deferred,
+    stand_in_values,
 )
 from lightning_dlres.pipeline.stage.remote_parameters import class_on_holder
 
@@ -90,6 +92,9 @@ def initialise(module: nn.Module, device: torch.device, name: str) -> None:
 def initialised_copy(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of a module on a device, with values for its meta tensors.
 
+    Those of deferred tensors are not their own; see `stand_in_values`. The copy serves for runs
+    that measure or trace.
+
     Raises:
         ConfigError: If a module in it has meta tensors that are not deferred, but no
             `reset_parameters`.
@@ -98,15 +103,26 @@ def initialised_copy(module: nn.Module, device: torch.device) -> nn.Module:
     share_deferred(module, module_copy)
     with forked(device):
         for name, child in module_copy.named_modules():
+            fill_deferred(child, device, stand_in_values)
             initialise(child, device, name)
     return module_copy.to(device)
 
 
-def fill_deferred(module: nn.Module, device: torch.device) -> None:
-    """Give storage and values to a module's deferred tensors, without those of its children."""
+def fill_deferred(
+    module: nn.Module,
+    device: torch.device,
+    values_of: Callable[[Sequence[Tensor]], list[Tensor]] = deferred_values,
+) -> None:
+    """Give storage and values to a module's deferred tensors, without those of its children.
+
+    Args:
+        module: The module.
+        device: Device of the storage.
+        values_of: Returns the values of deferred tensors.
+    """
     parameters = [p for p in module.parameters(recurse=False) if is_deferred(p)]
     buffers = [(key, b) for key, b in module.named_buffers(recurse=False) if is_deferred(b)]
-    values = deferred_values([*parameters, *(buffer for _, buffer in buffers)])
+    values = values_of([*parameters, *(buffer for _, buffer in buffers)])
     with recurrent_weights_released(module):
         for parameter in parameters:
             replace_storage(parameter, values.pop(0).to(device))

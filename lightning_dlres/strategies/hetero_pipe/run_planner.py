@@ -78,8 +78,8 @@ class RunPlanner:
         connection: Connection to the other ranks.
         optimizers: Optimizers of the run; empty outside of `fit`.
         model_is_whole: True if every rank has the whole model. Otherwise it is deferred, or was
-            made on the meta device. Layers are then measured on initialised copies, and no trial
-            step runs.
+            made on the meta device. Layers are then measured on initialised copies. No trial step
+            runs for a model on the meta device, which has no values.
         keeps_placement: True if an earlier run has left each rank with its own stage's parameters
             only. This run then needs the same plan.
     """
@@ -140,7 +140,7 @@ class RunPlanner:
         plan = self._make_plan(trainer, previous, samples)
         if is_pipelined and fitting:
             self._say_what_is_whole()
-        if samples is None or not self._model_is_whole:
+        if samples is None or not has_values:
             return PlannedRun(plan=plan)
         # The trial step comes last. The user's hooks may have saved tensors while layers were
         # measured. The trial makes the hooks save new tensors, whose later use is detected.

@@ -175,6 +175,42 @@ def test_a_model_that_was_made_before_is_not_deferred(pool: RankPool) -> None:
     assert "Make it in configure_model" in outcomes[0].output
 
 
+class Auxiliary(Large):
+    """Classifier whose loss uses a tensor that a layer keeps."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.net is not None
+        self.net[2].register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.kept = output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.kept.square().mean()
+
+
+def train_auxiliary(context: RankContext) -> None:
+    trainer = trainer_for(context, deferred_init=True, plan=None)
+    trainer.fit(Auxiliary("chain"), batches())
+
+
+def test_a_step_that_uses_tensors_of_layers_is_refused(pool: RankPool) -> None:
+    for outcome in pool.run_expecting_errors(train_auxiliary, 2):
+        assert "net.2" in outcome.error_message
+
+
+def train_noting_layers(context: RankContext) -> None:
+    trainer = trainer_for(context, deferred_init=True, plan=None, microbatches=2, module="net")
+    trainer.fit(Large("captured"), batches())
+
+
+def test_layers_that_see_micro_batches_are_named(pool: RankPool) -> None:
+    first, _ = pool.run_expecting_errors(train_noting_layers, 2)
+    assert "see one micro-batch at a time" in first.output
+    assert "net.norm (changes its buffer 'running_mean'" in first.output
+
+
 def test_one_device_builds_the_model_whole() -> None:
     model = Large("captured")
     trainer = Trainer(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core import rng
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.pipeline.deferred.values import is_deferred, stand_in_values
 from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import LayerTensorGuard
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
@@ -202,25 +203,36 @@ def _copied_tensors(module: nn.Module, device: torch.device) -> Iterator[dict[st
         for name, p in list(m.named_parameters(recurse=False, remove_duplicate=False)):
             if type(p) is nn.Parameter:
                 if p not in copies:
-                    copy = p.detach().to(device, copy=True)
-                    copies[p] = nn.Parameter(copy, p.requires_grad)
+                    copies[p] = nn.Parameter(_copy_on(device, p), p.requires_grad)
                 originals.append((m, name, f"parameter {prefix + name!r}", p))
         for name, buffer in list(m.named_buffers(recurse=False, remove_duplicate=False)):
-            copies.setdefault(buffer, buffer.detach().to(device, copy=True))
+            if buffer not in copies:
+                copies[buffer] = _copy_on(device, buffer)
             originals.append((m, name, f"buffer {prefix + name!r}", buffer))
     for m, name, _, tensor in originals:
         setattr(m, name, copies[tensor])
-    versions = {copy: copy._version for copy in copies.values() if type(copy) is nn.Parameter}
+    versions = {
+        copies[tensor]: copies[tensor]._version
+        for tensor in copies
+        if type(tensor) is nn.Parameter or is_deferred(tensor)
+    }
     try:
         yield changed
         for m, name, description, tensor in originals:
             copy = getattr(m, name)
             is_written = versions.get(copy, copy._version) != copy._version
-            if is_written or not _has_same_values(copy, tensor):
+            if is_written or not (is_deferred(tensor) or _has_same_values(copy, tensor)):
                 changed[description] = tensor
     finally:
         for m, name, _, tensor in originals:
             setattr(m, name, tensor)
+
+
+def _copy_on(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, or numbers for a deferred one."""
+    if is_deferred(tensor):
+        return stand_in_values([tensor])[0].to(device)
+    return tensor.detach().to(device, copy=True)
 
 
 def _repeat_first(tensor: Tensor, samples: int | None) -> Tensor:
