@@ -1,6 +1,7 @@
 """`dlres_hetero_pipe` beside torch.distributed.pipelining, on heterogeneous hosts.
 
     python -m benchmarks.hetero_pipeline            the comparison, about 30 minutes
+    python -m benchmarks.hetero_pipeline --equal    equal hosts only, about 12 minutes
     python -m benchmarks.hetero_pipeline --matrix   errors of predictions, about 12 minutes
 
 Both contenders train the same model on the same hosts. They take turns of a few steps, so that
@@ -50,21 +51,26 @@ _HOPELESS_RATIO = 1.5
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status."""
-    others = {"matrix": "measure predictions instead"}
+    others = {"matrix": "measure predictions instead", "equal": "measure equal hosts only"}
     chosen = flags(NAME, __doc__, argv, others=others)
     settings = QUICK if chosen.quick else Settings()
 
     def measure() -> Figures:
-        checks, raw = matrix(settings) if chosen.matrix else compare(settings)
+        if chosen.matrix:
+            checks, raw = matrix(settings)
+        else:
+            checks, raw = compare(settings, only_equal=chosen.equal)
         return checks, {**raw, "settings": asdict(settings)}
 
     return conclude_on_testbed(NAME, measure)
 
 
-def compare(settings: Settings) -> Figures:
+def compare(settings: Settings, *, only_equal: bool) -> Figures:
     """Compare both contenders on two unequal hosts, then on two equal ones."""
     with Testbed([Host(cpus=core) for core in cores(2)]) as bed:
         starters = Starters(bed, settings.fresh)
+        if only_equal:
+            return compare_on_equal_hosts(starters, settings)
         unequal = compare_on_unequal_hosts(starters, settings)
         equal = compare_on_equal_hosts(starters, settings)
     return {**unequal[0], **equal[0]}, {"unequal": unequal[1], "equal": equal[1]}
@@ -76,21 +82,22 @@ def compare_on_unequal_hosts(starters: Starters, settings: Settings) -> Figures:
     print(f"CPU shares {shown(UNEQUAL)}, {count} micro-batches", flush=True)
     with starters.on(UNEQUAL) as starter:
         plan, seconds_after_planning = planned(starter, count, settings)
-        swept, threads = sweep(starter, plan, settings)
+        swept, threads, best = sweep(starter, plan, settings)
     even = Setting("even", even_split(plan), (0, 1), count, threads)
     same = Setting("same", plan.split, plan.ranks, count, threads)
     starts = in_turns(
-        starters, UNEQUAL, plan, (even, same), settings, settings.starts, settings.rounds
+        starters, UNEQUAL, plan, (even, same, best), settings, settings.starts, settings.rounds
     )
-    step, evens, sames = medians(starts)
-    over_even, over_same = ratios(starts, 1), ratios(starts, 2)
+    step, evens, sames, bests, *_ = medians(starts)
+    over_even, over_same, over_best = (ratios(starts, place) for place in (1, 2, 3))
     bound, noise = bound_on_ratio(UNEQUAL, count), noise_of(over_same)
     print(
+        f"ours over the peer's best setting ({best.name}): "
+        f"{median_over_turns(over_best):.3f} times as fast\n"
         f"step: ours {step:.3f} s, the peer's with an even split {evens:.3f} s, with our split "
-        f"{sames:.3f} s\n"
+        f"{sames:.3f} s, under its best setting {bests:.3f} s\n"
         f"ours over the peer's even split: {median_over_turns(over_even):.3f} times as fast; the "
         f"bound is {bound:.3f} (slowest stage and fill, {count} micro-batches)\n"
-        f"ours over the best of the peer's even splits: {min(swept.values()) / step:.3f}\n"
         f"ours over the peer with our split: {median_over_turns(over_same):.3f} +- {noise:.3f}, "
         f"{len(starts)} starts: {shown_ratios(over_same)}",
         flush=True,
@@ -115,6 +122,7 @@ def compare_on_unequal_hosts(starters: Starters, settings: Settings) -> Figures:
         "seconds": starts,
         "over_even": over_even,
         "over_same": over_same,
+        "over_best": over_best,
         "noise_over_same": noise,
         "peer_swept": swept,
         "peer_threads": threads,
@@ -123,22 +131,35 @@ def compare_on_unequal_hosts(starters: Starters, settings: Settings) -> Figures:
 
 
 def compare_on_equal_hosts(starters: Starters, settings: Settings) -> Figures:
-    """Measure our pipeline and the peer's even split on devices of equal speed, in turns."""
+    """Measure our pipeline, and the peer with an even split and with ours, in turns on devices of
+    equal speed."""
     count = settings.microbatches
     print(f"\nCPU shares {shown(EQUAL)}, {count} micro-batches", flush=True)
     with starters.on(EQUAL) as starter:
         plan, seconds_after_planning = planned(starter, count, settings)
     even = Setting("even", even_split(plan), (0, 1), count, 1)
-    starts = in_turns(starters, EQUAL, plan, (even,), settings, settings.pairs)
-    step, evens = medians(starts)
-    over_even = ratios(starts, 1)
+    same = Setting("same", plan.split, plan.ranks, count, 1)
+    starts = in_turns(starters, EQUAL, plan, (even, same), settings, settings.pairs)
+    step, evens, sames, *busy = medians(starts)
+    over_even, over_same = ratios(starts, 1), ratios(starts, 2)
+    # Columns 3 to 5 are processor seconds.
+    processor = median_over_turns(ratios(starts, 3, base=5))
+    noise = noise_of(over_same)
     print(
-        f"step: ours {step:.3f} s, the peer's {evens:.3f} s\n"
+        f"step: ours {step:.3f} s, the peer's {evens:.3f} s, with our split {sames:.3f} s\n"
         f"ours over the peer: {median_over_turns(over_even):.3f} +- {noise_of(over_even):.3f}, "
-        f"{len(starts)} pairs, one per start: {shown_ratios(over_even)}",
+        f"{len(starts)} pairs, one per start: {shown_ratios(over_even)}\n"
+        f"ours over the peer with our split: {median_over_turns(over_same):.3f} +- {noise:.3f}: "
+        f"{shown_ratios(over_same)}\n"
+        f"processor seconds of a step on all ranks: ours {busy[0]:.3f}, the peer's {busy[1]:.3f}, "
+        f"with our split {busy[2]:.3f}; ours over that: {processor:.3f}",
         flush=True,
     )
-    checks = {"equal devices, over the peer": at_least(median_over_turns(over_even), 0.97)}
+    checks = {
+        "equal devices, over the peer": at_least(median_over_turns(over_even), 0.97),
+        "equal devices, over the peer with our split": at_least(median_over_turns(over_same), 0.98),
+        "processor seconds, over the peer with our split": at_most(processor, 1.02),
+    }
     raw = {
         "shares": EQUAL,
         "split": plan.split,
@@ -147,7 +168,10 @@ def compare_on_equal_hosts(starters: Starters, settings: Settings) -> Figures:
         "seconds_after_planning": seconds_after_planning,
         "seconds": starts,
         "over_even": over_even,
+        "over_same": over_same,
+        "processor_seconds": busy,
         "noise": noise_of(over_even),
+        "noise_over_same": noise,
     }
     return checks, raw
 
@@ -186,7 +210,7 @@ def planned(starter: RankStarter, count: int, settings: Settings) -> tuple[Plan,
     ours = Ours(starter, 2, settings)
     plan = ours.start(count, [settings.warmup, 1 + settings.after_planning])
     ours.turn()
-    seconds = statistics.median(ours.turn()[1:])
+    seconds = statistics.median(ours.turn().seconds[1:])
     ours.close()
     print(
         f"{plan.text}\nright after planning: {seconds:.3f} s, predicted "
@@ -205,7 +229,8 @@ def in_turns(
     count: int,
     turns: int = 1,
 ) -> list[list[list[float]]]:
-    """Return the mean step seconds of every turn: ours, then the peer's under each setting.
+    """Return the mean step seconds of every turn: ours, then the peer's under each setting. Then
+    come the mean processor seconds of a step, in the same order.
 
     Args:
         starters: Source of the processes that fork the ranks.
@@ -250,12 +275,15 @@ def in_turns(
 def one_turn(
     ours: Ours, peer: Peer, peer_settings: Sequence[Setting], number: int, settings: Settings
 ) -> list[float]:
-    """Run one turn of each; return the mean step seconds: ours, then the peer's per setting."""
-    row = [0.0] * (1 + len(peer_settings))
-    for place in _alternating(range(len(row)), number):
-        seconds = peer.run(peer_settings[place - 1], 1 + settings.counted) if place else ours.turn()
+    """Run one turn of each; return the mean step seconds: ours, then the peer's per setting. Then
+    come the mean processor seconds of a step, in the same order."""
+    count = 1 + len(peer_settings)
+    row = [0.0] * (2 * count)
+    for place in _alternating(range(count), number):
+        steps = peer.run(peer_settings[place - 1], 1 + settings.counted) if place else ours.turn()
         # The first step of a turn does not count: the pipeline is empty when the turn begins.
-        row[place] = statistics.fmean(seconds[1:])
+        row[place] = statistics.fmean(steps.seconds[1:])
+        row[count + place] = statistics.fmean(steps.processor_seconds[1:])
     return row
 
 
@@ -267,11 +295,14 @@ def _alternating(contenders: Sequence[T], number: int) -> Iterable[T]:
     return contenders if number % 2 == 0 else reversed(contenders)
 
 
-def sweep(starter: RankStarter, plan: Plan, settings: Settings) -> tuple[dict[str, float], int]:
+def sweep(
+    starter: RankStarter, plan: Plan, settings: Settings
+) -> tuple[dict[str, float], int, Setting]:
     """Measure the peer's settings with an even split.
 
     Returns:
-        Step seconds by name of the setting, and the number of threads for the comparison.
+        Step seconds by name of the setting, the number of threads for the comparison, and the
+        fastest setting.
     """
     peer, split = Peer(starter, 2, settings), even_split(plan)
     peer_settings = [
@@ -281,12 +312,12 @@ def sweep(starter: RankStarter, plan: Plan, settings: Settings) -> tuple[dict[st
     seconds_by_name: dict[str, list[float]] = {}
     for setting in peer_settings:
         peer.prepare(setting)
-        seconds_by_name[setting.name] = peer.run(setting, 2)[1:]
+        seconds_by_name[setting.name] = peer.run(setting, 2).seconds[1:]
     # A setting that is much slower than the best one is not measured for minutes.
     best = min(min(seconds) for seconds in seconds_by_name.values())
     for setting in peer_settings:
         if min(seconds_by_name[setting.name]) < _HOPELESS_RATIO * best:
-            seconds_by_name[setting.name] += peer.run(setting, 1 + settings.counted)[1:]
+            seconds_by_name[setting.name] += peer.run(setting, 1 + settings.counted).seconds[1:]
     peer.close()
     medians_by_name = {name: statistics.median(s) for name, s in seconds_by_name.items()}
     rows = [
@@ -298,7 +329,8 @@ def sweep(starter: RankStarter, plan: Plan, settings: Settings) -> tuple[dict[st
     same_count = [
         setting for setting in peer_settings if setting.microbatches == settings.microbatches
     ]
-    return medians_by_name, min(same_count, key=lambda s: medians_by_name[s.name]).threads
+    threads = min(same_count, key=lambda s: medians_by_name[s.name]).threads
+    return medians_by_name, threads, min(peer_settings, key=lambda s: medians_by_name[s.name])
 
 
 def medians(starts: Sequence[Sequence[Sequence[float]]]) -> list[float]:
@@ -307,14 +339,19 @@ def medians(starts: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-def ratios(starts: Sequence[Sequence[Sequence[float]]], place: int) -> list[list[float]]:
-    """Return the speed of ours over that of another contender, per start and turn.
+def ratios(
+    starts: Sequence[Sequence[Sequence[float]]], place: int, base: int = 0
+) -> list[list[float]]:
+    """Return one column of the rows over another, per start and turn.
+
+    By default this is the speed of ours over that of another contender.
 
     Args:
-        starts: Step seconds per start, turn and contender.
-        place: Index of the other contender.
+        starts: Rows per start and turn; see `in_turns`.
+        place: Index of a column.
+        base: Index of the column by which it is divided.
     """
-    return [[row[place] / row[0] for row in rows] for rows in starts]
+    return [[row[place] / row[base] for row in rows] for rows in starts]
 
 
 def median_over_turns(ratios_of_starts: Sequence[Sequence[float]]) -> float:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from benchmarks.support.command import FairnessError
 from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.ranks import Ranks, set_share
+from benchmarks.support.rpc import Message
 from benchmarks.support.testbed import Testbed
 
 OURS, PEER = "benchmarks.support.hetero_pipeline.ours", "benchmarks.support.hetero_pipeline.peer"
@@ -108,6 +109,25 @@ class Setting:
     threads: int
 
 
+@dataclass(frozen=True)
+class Steps:
+    """Steps of a turn.
+
+    Attributes:
+        seconds: Seconds of each step on rank 0.
+        processor_seconds: Processor time of each step, of all threads of all ranks, in seconds.
+    """
+
+    seconds: list[float]
+    processor_seconds: list[float]
+
+    @classmethod
+    def of(cls, answers: Sequence[Message]) -> Steps:
+        """Return the steps in the answers of all ranks."""
+        per_rank = [answer["processor_seconds"] for answer in answers]
+        return cls(list(answers[0]["seconds"]), [sum(step) for step in zip(*per_rank, strict=True)])
+
+
 class Ours:
     """Ranks that train with `dlres_hetero_pipe`. After each turn, they wait for the next
     order."""
@@ -140,8 +160,8 @@ class Ours:
         split, ranks = (tuple(answers[0].pop(name)) for name in ("split", "ranks"))
         return Plan(split, ranks, **answers[0])
 
-    def turn(self) -> list[float]:
-        """Run the next turn; return the seconds of its steps on rank 0.
+    def turn(self) -> Steps:
+        """Run the next turn; return its steps.
 
         Raises:
             FairnessError: If the ranks' losses differ.
@@ -150,7 +170,7 @@ class Ours:
         if any(answer["losses"] != answers[0]["losses"] for answer in answers):
             raise FairnessError("all our ranks must log the same losses, got different ones")
         self.losses += answers[0]["losses"]
-        return list(answers[0]["seconds"])
+        return Steps.of(answers)
 
     def end(self) -> None:
         """Let the training run end, and check that the ranks held the whole model once.
@@ -183,11 +203,11 @@ class Peer:
         self.ranks.ask({"task": self._settings.task, **asdict(setting)})
         self.losses[setting] = []
 
-    def run(self, setting: Setting, steps: int) -> list[float]:
-        """Run steps of a setting; return their seconds on rank 0."""
+    def run(self, setting: Setting, steps: int) -> Steps:
+        """Run steps of a setting; return them."""
         answers = self.ranks.ask({"name": setting.name, "steps": steps})
         self.losses[setting] += answers[setting.ranks[-1]]["losses"]
-        return list(answers[0]["seconds"])
+        return Steps.of(answers)
 
     def close(self) -> None:
         """End the ranks."""

@@ -51,7 +51,7 @@ def matrix(settings: Settings) -> Figures:
 def _measure(ours: Ours, count: int, settings: Settings) -> dict[str, Any]:
     """Train for a few steps; return the plan, and the predicted and measured step seconds."""
     plan = ours.start(count, [settings.warmup + settings.after_planning])
-    measured = statistics.median(ours.turn()[settings.warmup :])
+    measured = statistics.median(ours.turn().seconds[settings.warmup :])
     ours.end()
     return {
         "microbatches": count,

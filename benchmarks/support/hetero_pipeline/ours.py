@@ -40,7 +40,8 @@ class Net(LightningModule):
 class Turns(Callback):
     """Callback that replies with the times and losses of each turn, and waits for the next order.
 
-    The time of a step is from its start to the start of the next step.
+    The time of a step is from its start to the start of the next step; so is the processor time of
+    all threads.
 
     Args:
         rpc: Connection to the benchmark.
@@ -53,14 +54,17 @@ class Turns(Callback):
         self.ends = {0, *accumulate(turns)}
         self.steps = 0
         self.starts: list[float] = []
+        self.busy: list[float] = []
         self.losses: list[float] = []
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self.starts.append(time.perf_counter())
+        self.busy.append(time.process_time())
         if self.steps in self.ends:
             self.rpc.reply(self.report())
             self.rpc.next_order()
             self.starts, self.losses = [time.perf_counter()], []
+            self.busy = [time.process_time()]
         self.steps += 1
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -78,8 +82,10 @@ class Turns(Callback):
                 "json": plan.to_json(),
                 "bytes": self.strategy.resident_parameter_bytes,
             }
-        seconds = [end - start for start, end in pairwise(self.starts)]
-        return {"seconds": seconds, "losses": self.losses}
+        seconds, busy = (
+            [end - start for start, end in pairwise(times)] for times in (self.starts, self.busy)
+        )
+        return {"seconds": seconds, "processor_seconds": busy, "losses": self.losses}
 
 
 def main(rpc: RankRpc) -> None:

@@ -50,9 +50,11 @@ class SettingRun:
         self.layers: nn.Module = layers
 
     def run(self, steps: int) -> Message:
-        """Run steps; return their seconds, and on the last stage their losses."""
+        """Run steps; return their seconds, the processor time of all threads in them, and on the
+        last stage their losses."""
         torch.set_num_threads(self.threads)
         starts, losses = [time.perf_counter()], []
+        busy = [time.process_time()]
         for _ in range(steps):
             tokens, targets = next(self.batches)
             self.optimizer.zero_grad()
@@ -64,8 +66,10 @@ class SettingRun:
             if self.is_last:
                 losses.append(float(torch.stack(parts).mean()))
             starts.append(time.perf_counter())
+            busy.append(time.process_time())
         seconds = [end - start for start, end in pairwise(starts)]
-        return {"seconds": seconds, "losses": losses}
+        processor_seconds = [end - start for start, end in pairwise(busy)]
+        return {"seconds": seconds, "processor_seconds": processor_seconds, "losses": losses}
 
 
 def main(rpc: RankRpc) -> None:

@@ -94,7 +94,7 @@ def _numbers(tensor: Tensor) -> Tensor:
     """Return the pool's numbers in the shape of a tensor, as large as initial weights."""
     pool = _pool() * (tensor.shape[0] / max(tensor.numel(), 1)) ** 0.5
     copies = -(-tensor.numel() // pool.numel())
-    numbers = pool.to(tensor.dtype).repeat(copies)[: tensor.numel()]
+    numbers: Tensor = pool.to(tensor.dtype).repeat(copies)[: tensor.numel()]
     return numbers.view(tensor.shape)
 
 
