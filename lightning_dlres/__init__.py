@@ -29,6 +29,7 @@ from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.gradsync.optimizers.one_bit_adam import OneBitAdam
 from lightning_dlres.memory.plan.plan import MemoryPlan
 from lightning_dlres.paramserver.execute.server.optimizers import register_server_optimizer
+from lightning_dlres.pipeline.execute.sharded_checkpoint import consolidate_checkpoint
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.plugins import MemoryPrecision
@@ -68,6 +69,7 @@ __all__ = [
     "UnsupportedStepError",
     "__version__",
     "compressed_hook",
+    "consolidate_checkpoint",
     "momentum_hook",
     "register_codec",
     "register_server_optimizer",

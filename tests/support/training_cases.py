@@ -118,6 +118,7 @@ def trainer_for(context: RankContext | None, **options: Any) -> Trainer:
         "profile",
         "memory_limit",
         "deferred_init",
+        "save_distributed_checkpoint",
         "timeout",
     )
     chosen = {name: options.pop(name) for name in strategy_options if name in options}

@@ -33,11 +33,10 @@ def gather_model_state(
         plan: Plan of the run.
         mailbox: Mailbox of this rank.
     """
-    sources = {key: _source_rank(layers.layer_of(key), plan) for key in state}
-    own_entries = {
-        key: _on_cpu(value) for key, value in state.items() if sources[key] == mailbox.rank
-    }
-    parts = _to_rank_zero(own_entries, sorted(set(sources.values())), mailbox, "its weights")
+    sources = {_source_rank(layers.layer_of(key), plan) for key in state}
+    own = own_model_entries(state, layers, plan, mailbox.rank)
+    own_entries = {key: _on_cpu(value) for key, value in own.items()}
+    parts = _to_rank_zero(own_entries, sorted(sources), mailbox, "its weights")
     if mailbox.rank != 0:
         return state
     merged = {key: value for part in parts for key, value in part.items()}
@@ -63,16 +62,38 @@ def gather_optimizer_state(
         mailbox: Mailbox of this rank.
     """
     sources = [plan.replicas[0][owners[p][0]] for p in parameters]
+    own = own_optimizer_entries(state, parameters, owners, plan, mailbox.rank)
     own_entries = {
-        index: {key: _on_cpu(value) for key, value in entry.items()}
-        for index, entry in state["state"].items()
-        if sources[index] == mailbox.rank
+        index: {key: _on_cpu(value) for key, value in entry.items()} for index, entry in own.items()
     }
     parts = _to_rank_zero(own_entries, sorted(set(sources)), mailbox, "its optimizer state")
     if mailbox.rank != 0:
         return state
     merged = {index: entry for part in parts for index, entry in part.items()}
     return {**state, "state": dict(sorted(merged.items()))}
+
+
+def own_model_entries(
+    state: Mapping[str, Any], layers: ModelLayers, plan: PipelinePlan, rank: int
+) -> dict[str, Any]:
+    """Return the entries of a model's state dict that a rank gives to a checkpoint."""
+    return {
+        key: value
+        for key, value in state.items()
+        if _source_rank(layers.layer_of(key), plan) == rank
+    }
+
+
+def own_optimizer_entries(
+    state: Mapping[str, Any],
+    parameters: list[nn.Parameter],
+    owners: Owners,
+    plan: PipelinePlan,
+    rank: int,
+) -> dict[int, Any]:
+    """Return the states in an optimizer's state dict that a rank gives to a checkpoint."""
+    sources = [plan.replicas[0][owners[p][0]] for p in parameters]
+    return {index: entry for index, entry in state["state"].items() if sources[index] == rank}
 
 
 def own_optimizer_state(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -11,22 +12,34 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dlres.core.comm.gathered_on_disk import gather_on_disk
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.execute.partition import has_meta_tensors
+from lightning_dlres.pipeline.execute.sharded_checkpoint import (
+    REST,
+    ShardedCheckpoint,
+    is_sharded,
+    save_sharded,
+)
 from lightning_dlres.strategies.connected_strategy import ConnectedStrategy
-from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
+from lightning_dlres.strategies.hetero_pipe.deployment import Deployment, load_sharded_model
 
 # Key, in a Lightning checkpoint, of what compression between replicas has not sent yet.
 CHECKPOINT_KEY = "dlres_replica_residuals"
+# Key, in a loaded checkpoint, of the directory with its shards.
+_SHARDS = "dlres_shards"
 
 
 class PartitionedStrategy(ConnectedStrategy):
     """Strategy whose ranks hold a part of the model each, and write checkpoints of the whole.
 
-    For the arguments see `ConnectedStrategy`.
+    Args:
+        saves_shards: True lets each rank write its part of a checkpoint.
+        **options: Arguments of `ConnectedStrategy`.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, saves_shards: bool, **options: Any) -> None:
         super().__init__(**options)
+        self._saves_shards = saves_shards
         self._deployment: Deployment | None = None
         self._saved_residuals: dict[str, Any] | None = None
 
@@ -35,6 +48,8 @@ class PartitionedStrategy(ConnectedStrategy):
         state = self._module.state_dict()
         if self._deployment is None or (self._connection is None and self._deployment.is_whole):
             return state
+        if self._writes_shards:
+            return state
         with self._short_timeout_after_failure(), self._mailbox_in_or_after_run() as mailbox:
             return self._deployment.gather_model_state(state, mailbox)
 
@@ -42,7 +57,7 @@ class PartitionedStrategy(ConnectedStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "optimizer", optimizer)
         state = super().optimizer_state(optimizer)
-        if self._deployment is None or "state" not in state:
+        if self._deployment is None or "state" not in state or self._writes_shards:
             return state
         with self._short_timeout_after_failure(), self._mailbox_in_or_after_run() as mailbox:
             return self._deployment.gather_optimizer_state(optimizer, state, mailbox)
@@ -56,7 +71,41 @@ class PartitionedStrategy(ConnectedStrategy):
             residuals = self._gathered_residuals()
             if residuals is not None:
                 checkpoint[CHECKPOINT_KEY] = residuals
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._writes_shards and self._deployment is not None:
+            self._save_sharded(checkpoint, filepath, storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @property
+    def _writes_shards(self) -> bool:
+        return self._saves_shards and self.world_size > 1
+
+    def _save_sharded(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+    ) -> None:
+        assert self._deployment is not None
+        if storage_options is not None or "://" in str(filepath):
+            raise ConfigError(
+                "filepath must be a path on storage that all ranks share, without storage_options, "
+                f"got {filepath} and {storage_options}. Use save_distributed_checkpoint=False."
+            )
+        own = self._deployment.checkpoint_entries(checkpoint, self.optimizers)
+        states = [
+            {key: value for key, value in state.items() if key != "state"}
+            for state in checkpoint.get("optimizer_states", [])
+        ]
+        rest = {**checkpoint, "state_dict": {}}
+        if "optimizer_states" in checkpoint:
+            rest["optimizer_states"] = states
+        with self._announcing_failures():
+            save_sharded(
+                Path(filepath),
+                own,
+                rest,
+                rank=self.global_rank,
+                writers=self._deployment.checkpoint_writers,
+                barrier=self.barrier,
+            )
 
     def _gathered_residuals(self) -> dict[str, Any] | None:
         """Return the residuals of all ranks on rank 0; None elsewhere, or if there are none."""
@@ -73,7 +122,12 @@ class PartitionedStrategy(ConnectedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        path = Path(checkpoint_path)
+        if is_sharded(path):
+            checkpoint = super().load_checkpoint(path / REST, weights_only)
+            checkpoint[_SHARDS] = str(path)
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         residuals = checkpoint.pop(CHECKPOINT_KEY, None)
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             self._saved_residuals = residuals
@@ -99,7 +153,9 @@ class PartitionedStrategy(ConnectedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._deployment is None or not has_meta_tensors(self._module):
+        if _SHARDS in checkpoint:
+            load_sharded_model(self._module, _shards_of(checkpoint), strict)
+        elif self._deployment is None or not has_meta_tensors(self._module):
             super().load_model_state_dict(checkpoint, strict)
         else:
             self._deployment.load_model_state(checkpoint["state_dict"], strict)
@@ -108,5 +164,13 @@ class PartitionedStrategy(ConnectedStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self._deployment is not None
         states = checkpoint["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=False):
-            self._deployment.load_optimizer_state(optimizer, state)
+        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
+            if _SHARDS in checkpoint:
+                shards = _shards_of(checkpoint)
+                self._deployment.load_sharded_optimizer_state(optimizer, number, state, shards)
+            else:
+                self._deployment.load_optimizer_state(optimizer, state)
+
+
+def _shards_of(checkpoint: Mapping[str, Any]) -> ShardedCheckpoint:
+    return ShardedCheckpoint(Path(checkpoint[_SHARDS]))

@@ -23,11 +23,18 @@ from lightning_dlres.pipeline.execute.optimizers import (
 )
 from lightning_dlres.pipeline.execute.partition import Owners, materialise, partition
 from lightning_dlres.pipeline.execute.replica_compression import ReplicaCompression
+from lightning_dlres.pipeline.execute.sharded_checkpoint import (
+    ShardedCheckpoint,
+    by_index,
+    optimizer_section,
+)
 from lightning_dlres.pipeline.execute.states import (
     align_holders,
     distribute_from_rank_zero,
     gather_model_state,
     gather_optimizer_state,
+    own_model_entries,
+    own_optimizer_entries,
     own_optimizer_state,
     restore_whole_model,
 )
@@ -202,12 +209,51 @@ class Deployment:
         self, optimizer: Optimizer, state: dict[str, Any], mailbox: Mailbox
     ) -> dict[str, Any]:
         """Return the whole optimizer's state dict on rank 0."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = _parameters_of(optimizer)
         return gather_optimizer_state(state, parameters, self.owners, self.plan, mailbox)
+
+    def checkpoint_entries(
+        self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]
+    ) -> dict[str, Any]:
+        """Return the sections of a sharded checkpoint that this rank writes."""
+        rank, plan = self.connection.rank, self.plan
+        entries = own_model_entries(checkpoint["state_dict"], self.layers, plan, rank)
+        own: dict[str, Any] = {"state_dict": entries}
+        states = checkpoint.get("optimizer_states", [])
+        for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
+            parameters = _parameters_of(optimizer)
+            states_of_stage = own_optimizer_entries(state, parameters, self.owners, plan, rank)
+            own[optimizer_section(number)] = states_of_stage
+        return own
+
+    @property
+    def checkpoint_writers(self) -> set[int]:
+        """Ranks that write the shards of a checkpoint."""
+        return {0, *self.plan.replicas[0]}
+
+    def load_sharded_optimizer_state(
+        self, optimizer: Optimizer, number: int, state: dict[str, Any], shards: ShardedCheckpoint
+    ) -> None:
+        """Load this stage's part of an optimizer's state from a sharded checkpoint.
+
+        Args:
+            optimizer: The optimizer.
+            number: Its number.
+            state: Its state dict without the states of parameters.
+            shards: The checkpoint.
+        """
+        held = {
+            str(index)
+            for index, parameter in enumerate(_parameters_of(optimizer))
+            if self.stage in self.owners[parameter]
+        }
+        section = optimizer_section(number)
+        states = by_index(shards.read(section, held & shards.shapes(section).keys()))
+        self.load_optimizer_state(optimizer, {**state, "state": states})
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load this stage's part of a whole optimizer's state dict."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = _parameters_of(optimizer)
         optimizer.load_state_dict(own_optimizer_state(state, parameters, self.owners, self.stage))
         set_state_device(optimizer, self.context.device)
 
@@ -219,20 +265,58 @@ class Deployment:
         """
         own = self.module.state_dict()
         common = own.keys() & state.keys()
-        misshaped = [
-            key
-            for key in common
-            if isinstance(own[key], Tensor) and own[key].shape != state[key].shape
-        ]
-        if strict and (own.keys() != state.keys() or misshaped):
-            raise ConfigError(
-                f"The checkpoint does not fit {type(self.module).__name__}: missing keys "
-                f"{sorted(own.keys() - common)}, unexpected keys {sorted(state.keys() - common)}, "
-                f"keys of another shape {misshaped}. Load it into the model that was saved, or set "
-                "strict_loading=False."
-            )
+        if strict:
+            shapes = {k: getattr(value, "shape", None) for k, value in state.items()}
+            require_fitting(self.module, shapes)
         remote = {k for k, value in own.items() if isinstance(value, Tensor) and value.is_meta}
         self.module.load_state_dict({k: state[k] for k in common - remote}, strict=False)
+
+
+def require_fitting(module: nn.Module, shapes: Mapping[str, Any]) -> None:
+    """Check that the entries of a checkpoint are those of a model.
+
+    Args:
+        module: The model.
+        shapes: Shape of each tensor of the checkpoint; None for other objects.
+
+    Raises:
+        ConfigError: If keys or shapes differ.
+    """
+    own = module.state_dict()
+    common = own.keys() & shapes.keys()
+    misshaped = [
+        key for key in common if isinstance(own[key], Tensor) and own[key].shape != shapes[key]
+    ]
+    if own.keys() != shapes.keys() or misshaped:
+        raise ConfigError(
+            f"The checkpoint does not fit {type(module).__name__}: missing keys "
+            f"{sorted(own.keys() - common)}, unexpected keys {sorted(shapes.keys() - common)}, "
+            f"keys of another shape {misshaped}. Load it into the model that was saved, or set "
+            "strict_loading=False."
+        )
+
+
+def load_sharded_model(module: nn.Module, shards: ShardedCheckpoint, strict: bool) -> None:
+    """Load the part of a sharded checkpoint that a model holds on this rank.
+
+    Raises:
+        ConfigError: If `strict` is set and keys or shapes are not the model's.
+    """
+    shapes, own = shards.shapes("state_dict"), module.state_dict()
+    if strict:
+        require_fitting(module, shapes)
+    held = {
+        key: value
+        for key, value in own.items()
+        if not (isinstance(value, Tensor) and value.is_meta) and key in shapes
+    }
+    tensors = {key: value for key, value in held.items() if isinstance(value, Tensor)}
+    loaded = shards.read("state_dict", held, tensors)
+    module.load_state_dict({k: loaded[k] for k in held.keys() - tensors.keys()}, strict=False)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _require_own_parameters(module: LightningModule, owners: Owners, stage: int) -> None:

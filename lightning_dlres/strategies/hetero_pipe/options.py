@@ -47,6 +47,7 @@ class PipeOptions:
         recompute: "auto", "never" or "always".
         gradient_codec: Name of the codec of gradients between replicas; None for none.
         deferred_init: True for a model that no rank builds whole.
+        save_distributed_checkpoint: True for checkpoints that no rank holds whole.
         profile: Options of the profile.
         timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
         given_plan: The option `plan`, loaded.
@@ -67,6 +68,7 @@ class PipeOptions:
     recompute: Recompute = "auto"
     gradient_codec: str | None = None
     deferred_init: bool = False
+    save_distributed_checkpoint: bool = False
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     timeout: float | str | timedelta = "10min"
     given_plan: PipelinePlan | None = field(init=False)
@@ -97,9 +99,8 @@ class PipeOptions:
             rule = f"None or one of {gradient_codec_names()}"
             fix = "gradient_codec='int8'"
             raise ConfigError(got_expected("gradient_codec", self.gradient_codec, rule, fix))
-        instance(
-            "deferred_init", self.deferred_init, (bool,), "True or False", "deferred_init=True"
-        )
+        for name in ("deferred_init", "save_distributed_checkpoint"):
+            instance(name, getattr(self, name), (bool,), "True or False", f"{name}=True")
         instance(
             "profile", self.profile, (ProfileConfig,), "a ProfileConfig", "profile=ProfileConfig()"
         )

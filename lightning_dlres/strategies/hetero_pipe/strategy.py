@@ -100,6 +100,8 @@ class HeteroPipeStrategy(PartitionedStrategy):
             only its own stage's part of what `configure_model` makes, or of what is made within
             `Trainer.init_module`. Values are bitwise those of a whole construction from the same
             seed. After training, each rank keeps its part.
+        save_distributed_checkpoint: True writes a checkpoint as a directory on shared storage, with
+            a part from each rank. Only this strategy resumes it; see `consolidate_checkpoint`.
         profile: Options of the measurement of layers and links before training.
         timeout: Time that a rank waits for another before it ends the run, in seconds or as text
             such as "10min".
@@ -134,6 +136,7 @@ class HeteroPipeStrategy(PartitionedStrategy):
         recompute: Recompute = "auto",
         gradient_codec: str | None = None,
         deferred_init: bool = False,
+        save_distributed_checkpoint: bool = False,
         profile: ProfileConfig | None = None,
         timeout: float | str | timedelta = "10min",
         accelerator: Accelerator | None = None,
@@ -156,6 +159,7 @@ class HeteroPipeStrategy(PartitionedStrategy):
             recompute=recompute,
             gradient_codec=gradient_codec,
             deferred_init=deferred_init,
+            save_distributed_checkpoint=save_distributed_checkpoint,
             profile=ProfileConfig() if profile is None else profile,
             timeout=timeout,
         )
@@ -167,6 +171,7 @@ class HeteroPipeStrategy(PartitionedStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=self._options.timeout_seconds,
+            saves_shards=save_distributed_checkpoint,
         )
         self._runner: StepRunner | PlainSteps | None = None
         self._made_on_meta: bool | None = None
