@@ -23,7 +23,7 @@ class CapturedGPT2(LightningModule):
 
     module = "net"
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, heads: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         config = GPT2Config(
@@ -31,7 +31,7 @@ class CapturedGPT2(LightningModule):
             n_positions=64,
             n_embd=width,
             n_layer=layers,
-            n_head=4,
+            n_head=heads,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
@@ -74,7 +74,7 @@ def main(rpc: RankRpc) -> None:
     """Follow one order, to train in turns or to start a training."""
     torch.set_num_threads(1)
     for order in rpc.orders():
-        model = KINDS[order["kind"]](order["layers"], order["width"])
+        model = KINDS[order["kind"]](order["layers"], order["width"], order["heads"])
         if order["turns"]:
             train_in_turns(rpc, order, model)
         else:
