@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_dlres.pipeline.capture.paths import Decisions, Paths
 from lightning_dlres.pipeline.capture.placeholders.shape_inference import UNKNOWN, ShapeInference
 from lightning_dlres.pipeline.capture.placeholders.skeleton import Skeleton, meta_of, placeholder
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Boundary, Event, Value
-from lightning_dlres.pipeline.stage.microbatch import apart
+from lightning_dlres.pipeline.stage.microbatch import apart, samples_in
 
 # Stands for the number of samples, so that micro-batches of all sizes have the same skeletons.
 _SAMPLES = -1
@@ -40,18 +40,25 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     """Message about the layers before, beside their tensors.
 
     Attributes:
+        samples: Number of samples; -1 in a message that is joined with others.
         sample_value: Index of a tensor whose first dimension is the number of samples; -1 if there
             is none.
         skeletons: Skeletons of the module's inputs and of the outputs of blocks, in order.
         decisions: Decisions so far. After the last layer, those that are made again are None: for a
             batch that is joined of micro-batches they may be others.
-        values: After the last layer, the values that are sent; else those of the boundary.
+        values: After the last layer, the roles of the values that are sent, as by `_role`.
     """
 
+    samples: int
     sample_value: int
     skeletons: list[Skeleton]
     decisions: list[Any]
     values: list[tuple[str, int, int]] | None
+
+
+def _role(value: Value) -> tuple[str, int, int]:
+    """Return what a value is in all paths of a forward. Operations have other numbers in each."""
+    return value.source, -1 if value.source == GLUE else value.index, value.position
 
 
 class _Stop(BaseException):
@@ -68,7 +75,7 @@ class SegmentRun(GlueMode):
     Args:
         module: The module.
         blocks: Blocks by layer.
-        paths: Traces of the module's forward.
+        paths: Traces of the module's forward, for several samples and for one.
         copies: Modules that run in the place of blocks, by layer.
         layers: Layers that run; empty and beyond the last one for the glue after all blocks.
         device: Device of the layers.
@@ -80,7 +87,7 @@ class SegmentRun(GlueMode):
         self,
         module: nn.Module,
         blocks: Sequence[nn.Module],
-        paths: Paths,
+        paths: tuple[Paths, Paths],
         *,
         copies: Mapping[int, nn.Module],
         layers: range,
@@ -89,13 +96,16 @@ class SegmentRun(GlueMode):
         shapes: ShapeInference,
     ) -> None:
         super().__init__()
-        self._module, self._blocks, self._paths = module, blocks, paths
+        self._module, self._blocks, self._all_paths = module, blocks, paths
         self._copies, self._layers, self._device = copies, layers, device
         self._before_layer, self._shapes = before_layer, shapes
         # True for the glue after all blocks, which ends with the module's output.
         self._is_last = not layers
         # Values that have arrived, and those that may be sent.
         self._received: dict[Value, Tensor] = {}
+        self._arrived: tuple[list[tuple[str, int, int]] | None, Sequence[Tensor]] = None, ()
+        # True if the values that have arrived are not those that the path needs.
+        self._is_other_path = False
         self._produced: dict[Value, Tensor] = {}
         self._decisions: list[Any] = []
         # Decisions of the layers before, by their number; None for those that are made here.
@@ -114,6 +124,7 @@ class SegmentRun(GlueMode):
         """
         if self._layers.start == 0:
             args, kwargs = inputs
+            self._choose_paths(samples_in(inputs))
             self._take_path(())
             self._note(INPUT, 0, inputs)
             return self._run(args, kwargs)
@@ -128,17 +139,18 @@ class SegmentRun(GlueMode):
 
     def _receive(self, header: Header, tensors: Sequence[Tensor]) -> None:
         self._given = header.decisions
-        self._take_path(() if self._is_last else tuple(header.decisions))
-        assert self._begin is not None
-        if header.values is not None:
-            values = [Value(*parts) for parts in header.values]
-        else:
-            values = list(self._begin.values)
-        self._received = dict(zip(values, tensors, strict=True))
-        self._produced.update(self._received)
+        self._arrived = header.values, tensors
         at = header.sample_value
-        samples = tensors[at].shape[0] if at >= 0 else _SAMPLES
-        self._skeletons = [one.with_samples(_SAMPLES, samples) for one in header.skeletons]
+        samples = tensors[at].shape[0] if at >= 0 else header.samples
+        self._choose_paths(samples)
+        self._take_path(() if self._is_last else tuple(header.decisions))
+        self._skeletons = [
+            one.with_samples(samples, one.positions(_SAMPLES)) for one in header.skeletons
+        ]
+
+    def _choose_paths(self, samples: int | None) -> None:
+        several, single = self._all_paths
+        self._paths = single if samples == 1 else several
 
     def _take_path(self, decisions: Decisions) -> None:
         self._trace = self._paths.trace(decisions)
@@ -149,6 +161,33 @@ class SegmentRun(GlueMode):
         # Another path may want other values, which are known too late.
         self._wants_all = self._until is not None and bool(self._trace.decisions)
         self._wanted = frozenset(self._until.values if self._until is not None else ())
+        if self._begin is not None:
+            self._received = self._values_of_path(self._begin)
+            self._produced.update(self._received)
+
+    def _values_of_path(self, begin: Boundary) -> dict[Value, Tensor]:
+        """Return the tensors that have arrived, as values of the path.
+
+        After the last layer, the path may be another one than that of the micro-batches. Its
+        operations then have other numbers, but results that are needed come in the same order.
+        """
+        roles, tensors = self._arrived
+        self._is_other_path = roles is not None and (
+            list(map(_role, begin.values)) != roles
+            or not all(map(self._has_dimensions, begin.values, tensors))
+        )
+        if not self._is_other_path:
+            return dict(zip(begin.values, tensors, strict=True))
+        # A decision that comes may lead to the path of these tensors.
+        arrived = zip((Value(*role) for role in roles or ()), tensors, strict=True)
+        return {value: tensor for value, tensor in arrived if value.source != GLUE}
+
+    def _has_dimensions(self, value: Value, tensor: Tensor) -> bool:
+        """Return True if a tensor has as many dimensions as a result of glue in the trace."""
+        if value.source != GLUE:
+            return True
+        shape, _, _ = self._trace.glue[value.index].metas[value.position]
+        return len(shape) == tensor.dim()
 
     def _run(self, args: Any, kwargs: Any) -> Tree:
         self._glue, self._num_calls, self._decisions = 0, 0, []
@@ -169,6 +208,8 @@ class SegmentRun(GlueMode):
             self.set_active(False)
         if is_stopped:
             return self._crossing()
+        if self._is_other_path:
+            raise self._other_path("other tensors from the last layer")
         output = without_objects(output)
         return map_tensors(self._own_result, output) if self._own else output
 
@@ -178,27 +219,62 @@ class SegmentRun(GlueMode):
         missing = [value for value in self._until.values if value not in self._produced]
         if missing:
             raise self._other_path(f"{len(missing)} tensors that did not arrive")
-        tensors = [self._produced[value] for value in self._until.values]
-        shapes = [shape for shape, _, _ in self._skeletons[0].tensors]
-        samples = next((shape[0] for shape in shapes if shape), _SAMPLES)
-        at = next((i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == samples), -1)
-        old = samples if at >= 0 else _SAMPLES
+        values = self._until.values
+        tensors = [self._produced[value] for value in values]
+        inputs = self._sample_positions(0)
+        samples = next(
+            (shape[0] for i, (shape, _, _) in enumerate(self._skeletons[0].tensors) if i in inputs),
+            _SAMPLES,
+        )
+        known = self._trace.of_samples
+        at = next(
+            (
+                i
+                for i, (value, tensor) in enumerate(zip(values, tensors, strict=True))
+                if tensor.dim() and (value in known if known else tensor.shape[0] == samples)
+            ),
+            -1,
+        )
         decisions = self._decisions
         is_end = self._layers.stop >= len(self._blocks)
         if is_end:
             decided = self._until.decided
             decisions = [d if number in decided else None for number, d in enumerate(decisions)]
+        is_joined = is_end and self._trace.of_samples.issuperset(values)
         header = Header(
+            _SAMPLES if is_joined else samples,
             at,
-            [one.with_samples(old, _SAMPLES) for one in self._skeletons],
+            [
+                one.with_samples(_SAMPLES, self._sample_positions(number) if at >= 0 else ())
+                for number, one in enumerate(self._skeletons)
+            ],
             decisions,
-            [(v.source, v.index, v.position) for v in self._until.values] if is_end else None,
+            list(map(_role, self._until.values)) if is_end else None,
         )
         crossing = (msgspec.msgpack.encode(header), *tensors)
-        if is_end and not self._trace.of_samples.issuperset(self._until.values):
+        if is_end and not is_joined:
             # Tensors of two micro-batches, such as the state of an LSTM, do not make one.
             return apart(crossing)
         return crossing
+
+    def _sample_positions(self, number: int) -> Collection[int]:
+        """Return the positions of tensors whose first dimension is the samples.
+
+        Args:
+            number: Number of a skeleton: 0 for the inputs, then the calls of blocks.
+        """
+        skeleton, trace = self._skeletons[number], self._trace
+        if not trace.of_samples:
+            # A dimension of the same size by chance makes outputs that are not joined.
+            shapes = [shape for shape, _, _ in self._skeletons[0].tensors]
+            return skeleton.positions(next((shape[0] for shape in shapes if shape), _SAMPLES))
+        if number == 0:
+            values = {i: Value(INPUT, 0, i) for i in range(len(skeleton.tensors))}
+        else:
+            block = trace.blocks[number - 1]
+            values = {i: Value(BLOCK, block, i) for i in range(len(skeleton.tensors))}
+            values |= dict(trace.calls[block].aliases)
+        return [i for i, value in values.items() if value in trace.of_samples]
 
     def _call(self, layer: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
         if layer >= self._layers.stop and not self._is_last:

@@ -127,6 +127,43 @@ class LastState(nn.Module):
         return state
 
 
+class HidesPadding(nn.Module):
+    """Module with another operation if there is padding, whose results its output has.
+
+    A table of places crosses, too: its first dimension is 1 for any number of samples.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(VOCABULARY, 8), nn.Embedding(LENGTH, 8)
+        self.first, self.second, self.head = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        places = self.places(torch.arange(LENGTH))[None]
+        x, mask = self.embed(tokens), (tokens != 0)[..., None]
+        if not bool(mask.all()):
+            x = x * mask
+        hidden = (x + places).tanh()
+        output = self.head(self.second(self.first(hidden) * places) + places * 2)
+        return {"loss": (output - hidden).square().mean(), "out": hidden}
+
+
+class KnowsOneSample(nn.Module):
+    """Module that runs another operation for a single sample, as masks of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if tokens.shape[0] == 1:
+            x = x * (tokens.diff(dim=1).abs().sum() >= 0)
+        logits: Tensor = self.second(self.first(x).tanh())
+        return logits
+
+
 def padded_batch(samples: int, seed: int) -> dict[str, Tensor]:
     """Return tokens that are padded in the last samples of every other batch."""
     generator = torch.Generator().manual_seed(seed)
@@ -137,6 +174,10 @@ def padded_batch(samples: int, seed: int) -> dict[str, Tensor]:
 
 
 LAST_STATE = CaptureCase("last state", "by hand", LastState, padded_batch, wave_loss)
+HIDES_PADDING = CaptureCase(
+    "hides padding", "by hand", HidesPadding, padded_batch, lambda output: output["loss"]
+)
+ONE_SAMPLE = CaptureCase("one sample", "by hand", KnowsOneSample, padded_batch, wave_loss)
 OWN_LOSS = CaptureCase("own loss", "by hand", OwnLoss, padded_batch, lambda output: output["loss"])
 
 
@@ -145,6 +186,21 @@ def cases() -> dict[str, Case]:
     return {
         **{name: cut_case(hand_made[name], 2) for name in NAMES},
         "own loss": Case(lambda: Trained(OWN_LOSS), expected_schedule="gpipe", options=MEASURED),
+        # Micro-batches of 2, 1 and 1 samples, with and without padding.
+        **{
+            f"hides padding, {schedule}": Case(
+                lambda: Trained(HIDES_PADDING),
+                schedule,
+                expected,
+                options={**MEASURED, "microbatches": 3},
+            )
+            for schedule, expected in (("gpipe", "gpipe"), ("auto", "1f1b"))
+        },
+        "one sample": Case(
+            lambda: Trained(ONE_SAMPLE),
+            expected_schedule="1f1b",
+            options={**MEASURED, "microbatches": SAMPLES},
+        ),
         # With one sample in each micro-batch, the state has as many layers as samples.
         **{
             f"last state, {schedule}": Case(

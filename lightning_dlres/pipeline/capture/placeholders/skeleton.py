@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -35,13 +36,17 @@ class Skeleton(msgspec.Struct, frozen=True, array_like=True):
         structure, tensors = flatten(tree)
         return cls(structure, [meta_of(tensor) for tensor in tensors])
 
-    def with_samples(self, old: int, new: int) -> Skeleton:
-        """Return the skeleton with another number of samples, the size of the first dimension."""
+    def positions(self, samples: int) -> list[int]:
+        """Return the positions of tensors whose first dimension has a size."""
+        return [i for i, (shape, _, _) in enumerate(self.tensors) if shape[:1] == (samples,)]
+
+    def with_samples(self, samples: int, positions: Collection[int]) -> Skeleton:
+        """Return the skeleton with another size of the first dimension of some tensors."""
         return Skeleton(
             self.structure,
             [
-                ((new, *shape[1:]) if shape[:1] == (old,) else shape, dtype, requires_grad)
-                for shape, dtype, requires_grad in self.tensors
+                ((samples, *shape[1:]) if i in positions else shape, dtype, requires_grad)
+                for i, (shape, dtype, requires_grad) in enumerate(self.tensors)
             ],
         )
 
