@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dlres.core._compat import dispatch_modes_disabled, storage_key
+from lightning_dlres.core._compat import dispatch_modes_disabled, storage_key, version_of
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.wire.nested import replaced, tensors_in
 
@@ -75,18 +75,24 @@ class _Constant:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Constant:
-        if tensor.numel() * tensor.element_size() <= _COPIED_BYTES:
+        is_small = tensor.numel() * tensor.element_size() <= _COPIED_BYTES
+        # Changes of inference tensors are not counted.
+        if is_small or tensor.is_inference():
             tensor = tensor.clone()
-        return cls(tensor, tensor._version)
+        return cls(tensor, _changes(tensor))
 
     def value(self) -> Tensor:
-        if self.tensor._version != self.version:
+        if _changes(self.tensor) != self.version:
             raise ConfigError(
                 f"A tensor of shape {tuple(self.tensor.shape)} from which a model's initial "
                 "weights are copied must stay as it is, got one that was changed later. Copy it "
                 "before the change."
             )
         return self.tensor
+
+
+def _changes(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 @dataclass(frozen=True)

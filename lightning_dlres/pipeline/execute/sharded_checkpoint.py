@@ -121,6 +121,12 @@ def _merge_shards(directory: Path, shards: Collection[int]) -> None:
     """Make one checkpoint of the shards in a directory, without reading their tensors."""
     merged, results = Metadata({}, {}, {}), []
     for shard in shards:
+        if not (directory / str(shard) / ".metadata").is_file():
+            raise ConfigError(
+                f"The checkpoint {str(directory)!r} must be on storage that all ranks share, got "
+                f"no part of rank {shard} there. Use another path, or "
+                "save_distributed_checkpoint=False."
+            )
         metadata = FileSystemReader(directory / str(shard)).read_metadata()
         merged.state_dict_metadata.update(metadata.state_dict_metadata)
         merged.planner_data.update(metadata.planner_data)

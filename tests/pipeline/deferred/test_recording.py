@@ -147,6 +147,15 @@ def given_values(m: Any) -> None:
 
 
 @code
+def inference_tensors(m: Any) -> None:
+    with torch.inference_mode():
+        values = torch.arange(16.0)
+    m.a = nn.Linear(4, 8)
+    with torch.no_grad():
+        m.a.weight[:, :2].copy_(values.view(8, 2))
+
+
+@code
 def on_the_meta_device(m: Any) -> None:
     with torch.device("meta"):
         m.a = nn.Linear(16, 16)

@@ -102,6 +102,15 @@ def test_an_ordinary_checkpoint_is_made_of_it(path: Path, tmp_path: Path) -> Non
         consolidate_checkpoint(tmp_path / "whole.ckpt", tmp_path / "other.ckpt")
 
 
+def test_storage_that_is_not_shared_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded_checkpoint, "save", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match="on storage that all ranks share, got no part of rank 0"):
+        save_together(tmp_path / "a.ckpt", {0: {"state_dict": {}}}, ranks=1)
+    assert not (tmp_path / "a.ckpt").exists()
+
+
 @pytest.mark.parametrize("kind", ["file", "directory", "checkpoint"])
 def test_what_has_the_name_is_replaced(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.ckpt"
