@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -257,6 +259,31 @@ def test_a_tensor_that_a_graph_uses_must_be_registered() -> None:
         deferred_init(SMALLEST),
     ):
         Made(make)
+
+
+def mapped_file_bytes() -> int:
+    """Return the bytes of files in this process's memory."""
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssFile:")
+    ]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_file_of_weights_is_read_where_values_are_needed(tmp_path: Path) -> None:
+    layers, width = 8, 1024
+    torch.manual_seed(5)
+    pretrained = {f"{i}.weight": torch.randn(width, width) for i in range(layers)}
+    torch.save(pretrained, tmp_path / "weights.pt")
+    before = mapped_file_bytes()
+    with deferred_init():
+        module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        module.load_state_dict(torch.load(tmp_path / "weights.pt", mmap=True, weights_only=True))
+    (value,) = deferred_values([module[3].weight])
+    assert torch.equal(value, pretrained["3.weight"])
+    assert mapped_file_bytes() - before < 3 * width * width * 4
 
 
 def test_a_copy_and_a_deep_copy_of_the_place_take_no_memory() -> None:
