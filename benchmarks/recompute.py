@@ -112,7 +112,7 @@ def train(ours: Ours, plan: PipelinePlan, settings: Settings) -> tuple[float, li
     # ranged from 0.78 to 1.28, which is too noisy for a target of 3 %.
     steps = settings.warmup + 3 * settings.counted
     ours.start(settings.microbatches, [steps], plan.to_json())
-    seconds = ours.turn()[settings.warmup :]
+    seconds = ours.turn().seconds[settings.warmup :]
     ours.end()
     # Our pipeline checks its loss before step 8, which makes that step slower (see `Settings`). The
     # median hides this.

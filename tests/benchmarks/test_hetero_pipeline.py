@@ -52,6 +52,8 @@ def test_both_sides_train_alike_and_every_figure_is_reported(
         "prediction error",
         "over the peer with our split, within noise",
         "equal devices, over the peer",
+        "equal devices, over the peer with our split",
+        "processor seconds, over the peer with our split",
     ]
     for check in line["checks"].values():
         assert check.keys() == {"value", "target", "ok"}
@@ -59,8 +61,9 @@ def test_both_sides_train_alike_and_every_figure_is_reported(
         assert check["value"] > 0
         assert isinstance(check["ok"], bool)
     unequal, equal = line["raw"]["unequal"], line["raw"]["equal"]
-    assert [[len(row) for row in rows] for rows in unequal["seconds"]] == [[3]] * 2
-    assert [[len(row) for row in rows] for rows in equal["seconds"]] == [[2]] * 2
+    # Seconds and processor seconds of ours, and of the peer under each setting.
+    assert [[len(row) for row in rows] for rows in unequal["seconds"]] == [[8]] * 2
+    assert [[len(row) for row in rows] for rows in equal["seconds"]] == [[6]] * 2
     assert sum(unequal["split"]) == sum(equal["split"]) == 8
     assert len(unequal["peer_swept"]) == 2
     assert any("the bound is 2.125" in printed for printed in text)
