@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_dlres.core._compat import (
     DispatchMode,
+    dispatch_modes_disabled,
     has_device_argument,
     storage_key,
     written_arguments,
@@ -41,7 +42,8 @@ _DEVICE_READS: dict[Any, Callable[[torch.device], Any]] = {
     Tensor.get_device: lambda device: -1 if device.type == "cpu" else device.index,
 }
 # Functions that read all values, and are no operations.
-_VALUE_READS = Tensor.tolist, Tensor.numpy, Tensor.__array__
+_VALUE_READS = Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -62,7 +64,7 @@ def deferred_init(smallest: int = SMALLEST) -> Iterator[None]:
         register_module_module_registration_hook(recorder.note),
     ]
     try:
-        with recorder, _SeeminglyReal(recorder.tape):
+        with recorder, _SeeminglyReal(recorder):
             yield
     finally:
         for handle in handles:
@@ -76,19 +78,66 @@ class _SeeminglyReal(TorchFunctionMode):
     Code asks for it: torch's own initialisation leaves tensors on the meta device as they are.
     """
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
-        self._tape = tape
+        self._recorder, self._tape = recorder, recorder.tape
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         read = _DEVICE_READS.get(function) if len(args) == 1 and not kwargs else None
         if read is not None and args[0] in self._tape:
             return read(self._tape.device_of(args[0]))
         if function in _VALUE_READS and args[0] in self._tape:
-            args = *self._tape.values([StorageView.of(args[0])]), *args[1:]
-        return function(*args, **(kwargs or {}))
+            return self._values(function, args, kwargs)
+        if function == _SET_DATA:
+            return function(args[0], self._fitting(args[0], args[1]))
+        out = kwargs.get("out")
+        if isinstance(out, Tensor) and out in self._tape:
+            # torch compares the devices before the operation is recorded.
+            rest = {n: value for n, value in kwargs.items() if n not in ("out", "requires_grad")}
+            with torch.no_grad():
+                return out.copy_(function(*args, **rest))
+        if str(kwargs.get("device")) == "meta":
+            # What is made for the meta device has no values, with or without this mode.
+            with self._recorder.paused():
+                return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            changes = getattr(function, "__name__", "_").endswith("_")
+            if changes or "device" not in str(error):
+                raise
+            # Some functions compare the devices of a tensor and of one that they make.
+            return function(*self._real(args), **self._real(kwargs))
+
+    def _real(self, arguments: Any) -> Any:
+        """Return arguments with the values of tensors on the tape."""
+
+        def real(tensor: Tensor) -> Tensor:
+            is_known = tensor in self._tape
+            return self._tape.values([StorageView.of(tensor)])[0] if is_known else tensor
+
+        return replaced(real, arguments)
+
+    def _values(self, function: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Return what a function that reads all values returns; arrays are read-only copies."""
+        if function is Tensor.data_ptr:
+            return storage_key(args[0]) + args[0].storage_offset() * args[0].element_size()
+        result = function(*self._tape.values([StorageView.of(args[0])]), *args[1:], **kwargs)
+        if hasattr(result, "flags"):
+            # A change of it would be lost without a word.
+            result.flags.writeable = False
+        return result
+
+    def _fitting(self, tensor: Tensor, data: Tensor) -> Tensor:
+        """Return data in the form in which a tensor's `data` may be set to it."""
+        if tensor in self._tape and data not in self._tape and not data.is_meta:
+            return self._recorder.adopted(data)
+        if tensor not in self._tape and data in self._tape and not tensor.is_meta:
+            return self._tape.values([StorageView.of(data)])[0]
+        return data
 
 
 class _Recorder(DispatchMode):
@@ -101,10 +150,27 @@ class _Recorder(DispatchMode):
     def __init__(self, smallest: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._smallest, self.tape = smallest, Tape()
+        self._is_paused = False
         # By id: tensors on the tape that code may still hold.
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         # By id: modules with tensors or submodules.
         self._modules: dict[int, nn.Module] = {}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager in which new tensors are not deferred."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def adopted(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the tape with the values of one that has memory."""
+        with dispatch_modes_disabled():
+            result = StorageView.of(tensor).empty(_META)
+        clone = torch.ops.aten.clone.default
+        return self._recorded(clone, (tensor,), {}, result, [], tensor.device, None)  # type: ignore[no-any-return]
 
     def note(self, module: nn.Module, name: str, value: Any) -> None:
         """Note a module that has got a parameter, a buffer or a submodule."""
@@ -156,18 +222,22 @@ class _Recorder(DispatchMode):
         tensors = list(tensors_in((args, kwargs)))
         if any(tensor in self.tape for tensor in tensors):
             return self._derived(func, args, kwargs)
-        if tensors or not has_device_argument(func):
+        if tensors or self._is_paused or not has_device_argument(func):
             return func(*args, **kwargs)
         return self._new(func, args, kwargs)
 
     def _new(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation that makes a tensor of nothing."""
         device = torch.device(kwargs.get("device") or "cpu")
-        # A model that is made for the meta device gets its values from here, too.
+        # torch's own code asks for the device of a tensor of the tape.
         device = torch.device("cpu") if device == _META else device
         kwargs["device"] = device
         generator = kwargs.get("generator")
-        result = func(*args, **{**kwargs, "device": _META, **_without(generator)})
+        try:
+            result = func(*args, **{**kwargs, "device": _META, **_without(generator)})
+        except NotImplementedError:
+            # Some operations, such as those that read a file, cannot do without data.
+            return func(*args, **kwargs)
         if not isinstance(result, Tensor) or _nbytes(result) < self._smallest:
             return func(*args, **kwargs)
         random = None
@@ -204,10 +274,12 @@ class _Recorder(DispatchMode):
             result = func(*self._real(args), **self._real(kwargs))
             if written:
                 result = written[0] if len(written) == 1 else tuple(written)
-            elif not any(True for _ in tensors_in(result)):
+            elif all(tensor.layout is not torch.strided for tensor in tensors_in(result)):
                 return result
             else:
                 result = replaced(lambda t: StorageView.of(t).empty(_META), result)
+        if any(tensor.layout is not torch.strided for tensor in tensors_in(result)):
+            return func(*self._real(args), **self._real(kwargs))
         return self._recorded(func, args, kwargs, result, written, device, random)
 
     def _draw(self, func: Any, args: Any, kwargs: dict[str, Any], written: list[Tensor]) -> None:

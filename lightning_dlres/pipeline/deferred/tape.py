@@ -166,7 +166,11 @@ class Tape:
         return self
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return storage_key(tensor) in self._storages
+        try:
+            return tensor.layout is torch.strided and storage_key(tensor) in self._storages
+        except ValueError:
+            # A parameter of a lazy module has no storage yet.
+            return False
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """Return the device on which a tensor of the tape will be."""

@@ -158,11 +158,38 @@ def inference_tensors(m: Any) -> None:
 
 
 @code
-def on_the_meta_device(m: Any) -> None:
+def made_for_the_meta_device(m: Any) -> None:
+    nn.Linear(16, 16, device="meta")
     with torch.device("meta"):
-        m.a = nn.Linear(16, 16)
-    nn.init.constant_(m.a.weight, 2.0)
-    nn.init.constant_(m.a.bias, 1.0)
+        nn.Linear(16, 16)
+        torch.randn(64).normal_()
+    m.a = nn.utils.skip_init(nn.Linear, 16, 16)
+    m.b = nn.Linear(16, 16, device="meta").to_empty(device="cpu")
+    for module in (m.a, m.b):
+        module.reset_parameters()
+    m.c = nn.Linear(16, 16)
+
+
+@code
+def data_that_is_set(m: Any) -> None:
+    m.a, m.b = nn.Linear(16, 16), nn.Linear(16, 4)
+    m.a.weight.data = torch.from_numpy(np.eye(16, dtype=np.float32))
+    m.a.weight.data *= 2
+    m.b.bias.data = m.a.weight.data[0, :4]
+    vector = nn.utils.parameters_to_vector(m.a.parameters())
+    nn.utils.vector_to_parameters(vector * 0.9, m.a.parameters())
+    m.lazy = nn.LazyLinear(16)
+    m.lazy(torch.ones(1, 16))
+
+
+@code
+def results_that_are_given(m: Any) -> None:
+    m.a, m.b = nn.Linear(16, 16), nn.Linear(16, 16)
+    nn.init.eye_(m.a.weight)
+    with torch.no_grad():
+        torch.add(m.a.weight, 1, out=m.b.weight)
+        torch.randn(4, 16, out=m.b.weight[:4].detach())
+    m.c = nn.Parameter(torch.full((32,), float(torch.quantile(m.b.weight, 0.5))))
 
 
 MODULES: dict[str, Make] = {
@@ -174,19 +201,43 @@ MODULES: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES.keys() - {"on_the_meta_device"})
+@pytest.mark.parametrize("name", sorted(MODULES))
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 def test_values_are_those_of_a_plain_construction(name: str) -> None:
     _, count = check(MODULES[name])
     assert count
 
 
-def test_a_model_for_the_meta_device_gets_values() -> None:
+def test_a_model_for_the_meta_device_stays_there() -> None:
+    with deferred_init(SMALLEST), torch.device("meta"):
+        module = nn.Linear(16, 16)
+    assert module.weight.is_meta
+    assert not is_deferred(module.weight)
+
+
+def test_an_array_of_values_cannot_be_changed() -> None:
     with deferred_init(SMALLEST):
-        module = Made(CODES["on_the_meta_device"])
-    weight, bias = deferred_values([module.a.weight, module.a.bias])
-    assert weight.eq(2.0).all()
-    assert bias.eq(1.0).all()
+        module = nn.Linear(16, 16)
+        for array in (module.weight.detach().numpy(), np.asarray(module.weight.detach())):
+            with pytest.raises(ValueError, match="read-only"):
+                array *= 0.5
+
+
+def test_tensors_have_addresses_of_their_own() -> None:
+    with deferred_init(SMALLEST):
+        first, second = torch.ones(64), torch.ones(64)
+        assert first.data_ptr() != second.data_ptr()
+        assert first.data_ptr() == first.view(8, 8).data_ptr() != first[1:].data_ptr()
+
+
+def test_a_sparse_buffer_is_made_at_once() -> None:
+    def make(m: Any) -> None:
+        m.register_buffer("edges", torch.eye(32).to_sparse())
+
+    with deferred_init(SMALLEST):
+        module = Made(make)
+    assert torch.equal(module.edges.to_dense(), torch.eye(32))
 
 
 def test_tensors_that_are_no_parameters_have_values_at_once() -> None:
