@@ -211,7 +211,7 @@ def test_layers_that_see_micro_batches_are_named(pool: RankPool) -> None:
     assert "net.norm (changes its buffer 'running_mean'" in first.output
 
 
-def test_one_device_builds_the_model_whole() -> None:
+def train_on_one_device(context: RankContext) -> tuple[int, int]:
     model = Large("captured")
     trainer = Trainer(
         strategy=HeteroPipeStrategy(deferred_init=True),
@@ -221,4 +221,9 @@ def test_one_device_builds_the_model_whole() -> None:
         **QUIET,
     )
     trainer.fit(model, batches())
-    assert len(model.initial) == len(model.state_dict())
+    return len(model.initial), len(model.state_dict())
+
+
+def test_one_device_builds_the_model_whole(pool: RankPool) -> None:
+    ((held, all_tensors),) = pool.run(train_on_one_device, 1)
+    assert held == all_tensors

@@ -167,7 +167,7 @@ def test_a_remote_path_is_refused(pool: RankPool) -> None:
         assert "must be a path on storage that all ranks share" in outcome.error_message
 
 
-def test_one_device_writes_an_ordinary_checkpoint(tmp_path: Path) -> None:
+def save_on_one_device(context: RankContext, path: str) -> None:
     trainer = Trainer(
         strategy=HeteroPipeStrategy(save_distributed_checkpoint=True),
         accelerator="cpu",
@@ -176,5 +176,9 @@ def test_one_device_writes_an_ordinary_checkpoint(tmp_path: Path) -> None:
         **QUIET,
     )
     trainer.fit(Adaptive(), batches())
-    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    trainer.save_checkpoint(path)
+
+
+def test_one_device_writes_an_ordinary_checkpoint(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(save_on_one_device, 1, str(tmp_path / "file.ckpt"))
     assert (tmp_path / "file.ckpt").is_file()
