@@ -23,13 +23,8 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: Directory in which `proc` and `sys` are mounted.
     """
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    left = [left for left, _ in _left_in_groups(root)]
-    return max(0, min([int(available.split()[1]) * _KIB, *left]))
+    tightest = _tightest_limit(root)
+    return None if tightest is None else tightest[0]
 
 
 def limiting_group(root: Path = Path("/")) -> str:
@@ -38,9 +33,20 @@ def limiting_group(root: Path = Path("/")) -> str:
     Returns:
         The directory of the group; "" if it is the host's memory that limits.
     """
-    groups = list(_left_in_groups(root))
-    available = available_bytes(root)
-    return next((name for left, name in groups if max(0, left) == available), "")
+    tightest = _tightest_limit(root)
+    return "" if tightest is None else tightest[1]
+
+
+def _tightest_limit(root: Path) -> tuple[int, str] | None:
+    """Return the available bytes, and the directory of the group that limits them."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    limits = [(int(available.split()[1]) * _KIB, ""), *_left_in_groups(root)]
+    left, group = min(limits, key=lambda limit: limit[0])
+    return max(0, left), group
 
 
 def _left_in_groups(root: Path) -> Iterator[tuple[int, str]]:

@@ -36,18 +36,21 @@ def named_tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]
             yield from named_tensors_in(getattr(value, field.name, None), f"{name}.{field.name}")
 
 
-def replaced(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def replaced(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Return nested lists, tuples and dicts with `function` applied to each tensor."""
-    if isinstance(value, Tensor):
-        return function(value)
+    return mapped(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested lists, tuples and dicts with `function` applied to each other object."""
     if isinstance(value, list):
-        return [replaced(function, item) for item in value]
+        return [mapped(function, item) for item in value]
     if isinstance(value, tuple):
-        items = [replaced(function, item) for item in value]
+        items = [mapped(function, item) for item in value]
         if type(value) is tuple:
             return tuple(items)
         # Named tuples take one argument per item, the results of torch's operations a sequence.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: replaced(function, item) for key, item in value.items()}
-    return value
+        return {key: mapped(function, item) for key, item in value.items()}
+    return function(value)

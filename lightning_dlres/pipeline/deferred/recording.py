@@ -100,7 +100,7 @@ class _SeeminglyReal(TorchFunctionMode):
             with torch.no_grad():
                 return out.copy_(function(*args, **rest))
         if str(kwargs.get("device")) == "meta":
-            # What is made for the meta device has no values, with or without this mode.
+            # Tensors for the meta device have no values, with or without this mode.
             with self._recorder.paused():
                 return function(*args, **kwargs)
         try:
@@ -110,22 +110,13 @@ class _SeeminglyReal(TorchFunctionMode):
             if changes or "device" not in str(error):
                 raise
             # Some functions compare the devices of a tensor and of one that they make.
-            return function(*self._real(args), **self._real(kwargs))
-
-    def _real(self, arguments: Any) -> Any:
-        """Return arguments with the values of tensors on the tape."""
-
-        def real(tensor: Tensor) -> Tensor:
-            is_known = tensor in self._tape
-            return self._tape.values([StorageView.of(tensor)])[0] if is_known else tensor
-
-        return replaced(real, arguments)
+            return function(*self._tape.real(args), **self._tape.real(kwargs))
 
     def _values(self, function: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Return what a function that reads all values returns; arrays are read-only copies."""
         if function is Tensor.data_ptr:
             return storage_key(args[0]) + args[0].storage_offset() * args[0].element_size()
-        result = function(*self._tape.values([StorageView.of(args[0])]), *args[1:], **kwargs)
+        result = function(self._tape.real(args[0]), *args[1:], **kwargs)
         if hasattr(result, "flags"):
             # A change of it would be lost without a word.
             result.flags.writeable = False
@@ -136,7 +127,7 @@ class _SeeminglyReal(TorchFunctionMode):
         if tensor in self._tape and data not in self._tape and not data.is_meta:
             return self._recorder.adopted(data)
         if tensor not in self._tape and data in self._tape and not tensor.is_meta:
-            return self._tape.values([StorageView.of(data)])[0]
+            data = self._tape.real(data)
         return data
 
 
@@ -238,7 +229,7 @@ class _Recorder(DispatchMode):
         except NotImplementedError:
             # Some operations, such as those that read a file, cannot do without data.
             return func(*args, **kwargs)
-        if not isinstance(result, Tensor) or _nbytes(result) < self._smallest:
+        if not isinstance(result, Tensor) or result.nbytes < self._smallest:
             return func(*args, **kwargs)
         random = None
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -257,7 +248,7 @@ class _Recorder(DispatchMode):
             kwargs["device"] = device
         if any(tensor not in self.tape for tensor in written):
             # A tensor with memory gets its value now.
-            return func(*self._real(args), **self._real(kwargs))
+            return func(*self.tape.real(args), **self.tape.real(kwargs))
         random = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             random = RandomState.now(device, kwargs.get("generator"))
@@ -271,7 +262,7 @@ class _Recorder(DispatchMode):
             result = func(*meta_args, **on_meta)
         except (NotImplementedError, RuntimeError):
             # It depends on values.
-            result = func(*self._real(args), **self._real(kwargs))
+            result = func(*self.tape.real(args), **self.tape.real(kwargs))
             if written:
                 result = written[0] if len(written) == 1 else tuple(written)
             elif all(tensor.layout is not torch.strided for tensor in tensors_in(result)):
@@ -279,14 +270,14 @@ class _Recorder(DispatchMode):
             else:
                 result = replaced(lambda t: StorageView.of(t).empty(_META), result)
         if any(tensor.layout is not torch.strided for tensor in tensors_in(result)):
-            return func(*self._real(args), **self._real(kwargs))
+            return func(*self.tape.real(args), **self.tape.real(kwargs))
         return self._recorded(func, args, kwargs, result, written, device, random)
 
     def _draw(self, func: Any, args: Any, kwargs: dict[str, Any], written: list[Tensor]) -> None:
         """Draw the random numbers of an operation, so that later ones get the same as always."""
         read = [t for t in tensors_in((args, kwargs)) if not any(t is w for w in written)]
         if read and not func._schema.name.endswith("_like"):
-            func(*self._real(args), **self._real(kwargs))
+            func(*self.tape.real(args), **self.tape.real(kwargs))
             return
 
         def any_values(tensor: Tensor) -> Tensor:
@@ -295,14 +286,6 @@ class _Recorder(DispatchMode):
             return StorageView.of(tensor).empty(self.tape.device_of(tensor))
 
         func(*replaced(any_values, args), **replaced(any_values, kwargs))
-
-    def _real(self, arguments: Any) -> Any:
-        """Return arguments with the values of tensors on the tape."""
-
-        def real(tensor: Tensor) -> Tensor:
-            return self.tape.values([StorageView.of(tensor)])[0] if tensor in self.tape else tensor
-
-        return replaced(real, arguments)
 
     def _recorded(
         self,
@@ -336,7 +319,3 @@ def _as_class_of(tensor: Tensor, value: Tensor) -> Tensor:
 def _without(generator: torch.Generator | None) -> dict[str, Any]:
     """Return keyword arguments without a generator, which does not fit the meta device."""
     return {} if generator is None else {"generator": None}
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_dlres.core._compat import dispatch_modes_disabled, storage_key, version_of
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.wire.nested import replaced, tensors_in
+from lightning_dlres.core.wire.nested import mapped, replaced, tensors_in
 
 # Arguments that are on no tape are copied up to this size, since code may change them later.
 _COPIED_BYTES = 1 << 20
@@ -75,7 +75,7 @@ class _Constant:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Constant:
-        is_small = tensor.numel() * tensor.element_size() <= _COPIED_BYTES
+        is_small = tensor.nbytes <= _COPIED_BYTES
         # Changes of inference tensors are not counted.
         if is_small or tensor.is_inference():
             tensor = tensor.clone()
@@ -162,9 +162,6 @@ class Tape:
     # By key: the storage, which is kept so that its key stays its own, and the device of its data.
     _storages: dict[int, tuple[torch.UntypedStorage, torch.device]] = field(default_factory=dict)
 
-    def __deepcopy__(self, memo: Any) -> Tape:
-        return self
-
     def __contains__(self, tensor: Tensor) -> bool:
         try:
             return tensor.layout is torch.strided and storage_key(tensor) in self._storages
@@ -243,6 +240,12 @@ class Tape:
                         del storages[key]
         return [view.on(storages[view.key]) for view in views]
 
+    def real(self, arguments: Any) -> Any:
+        """Return nested arguments with the values of tensors of the tape."""
+        return replaced(
+            lambda t: self.values([StorageView.of(t)])[0] if t in self else t, arguments
+        )
+
     def _needed(self, targets: Iterable[int]) -> set[int]:
         """Return the indices of the operations on which the values of storages depend."""
         pending = [(key, len(self._operations)) for key in targets]
@@ -265,7 +268,7 @@ class Tape:
                 return recorded.on(storages[recorded.key])
             return recorded.value() if isinstance(recorded, _Constant) else recorded
 
-        args, kwargs = _mapped(value, (operation.args, operation.kwargs))
+        args, kwargs = mapped(value, (operation.args, operation.kwargs))
         if operation.random is not None:
             generator = operation.random.restore()
             if generator is not None:
@@ -280,12 +283,3 @@ class Tape:
 
 def _layout(view: StorageView) -> tuple[Any, ...]:
     return view.dtype, view.size, view.stride, view.offset, view.is_conj
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return nested lists, tuples and dicts with `function` applied to each leaf."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(function, item) for item in value)
-    if isinstance(value, dict):
-        return {key: _mapped(function, item) for key, item in value.items()}
-    return function(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -61,10 +62,10 @@ def deferred_values(tensors: Sequence[Tensor]) -> list[Tensor]:
         views.append(view)
     values: dict[int, Tensor] = {}
     for tape, positions, views in by_tape.values():
-        for position, value in zip(positions, tape.values(views), strict=True):
-            is_whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-            is_only = sum(view.key == views[positions.index(position)].key for view in views) == 1
-            values[position] = value if is_whole and is_only else value.clone()
+        users = Counter(view.key for view in views)
+        for position, view, value in zip(positions, views, tape.values(views), strict=True):
+            is_whole = value.untyped_storage().nbytes() == value.nbytes
+            values[position] = value if is_whole and users[view.key] == 1 else value.clone()
     return [values[position] for position in range(len(tensors))]
 
 
@@ -74,14 +75,12 @@ def stand_in_values(tensors: Sequence[Tensor]) -> list[Tensor]:
     Floating-point parameters of several dimensions get numbers of the usual size, the same at each
     call. They cost a copy, while the tape may take seconds. All other tensors get their values.
     """
-    is_free = [
-        isinstance(t, nn.Parameter) and t.is_floating_point() and t.dim() > 1 for t in tensors
-    ]
-    exact = iter(deferred_values([t for t, free in zip(tensors, is_free, strict=True) if not free]))
-    return [
-        _numbers(tensor) if free else next(exact)
-        for tensor, free in zip(tensors, is_free, strict=True)
-    ]
+    exact = iter(deferred_values([tensor for tensor in tensors if not _is_weight(tensor)]))
+    return [_numbers(tensor) if _is_weight(tensor) else next(exact) for tensor in tensors]
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dim() > 1
 
 
 @cache

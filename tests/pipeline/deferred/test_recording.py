@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.deferred.recording import deferred_init
 from lightning_dlres.pipeline.deferred.values import deferred_values, is_deferred
+from lightning_dlres.pipeline.stage.initialise import initialised_copy
 
 # Nearly all tensors of the tests are deferred.
 SMALLEST = 64
@@ -337,11 +337,12 @@ def test_a_file_of_weights_is_read_where_values_are_needed(tmp_path: Path) -> No
     assert mapped_file_bytes() - before < 3 * width * width * 4
 
 
-def test_a_copy_and_a_deep_copy_of_the_place_take_no_memory() -> None:
-    with deferred_init():
-        module = nn.Linear(1 << 9, 1 << 9)
-    tracemalloc.start()
-    for _ in range(3):
-        copy.deepcopy(module)
-    assert tracemalloc.get_traced_memory()[0] < 1 << 19
-    tracemalloc.stop()
+def test_a_copy_for_measurements_has_exact_buffers_and_stand_ins_for_weights() -> None:
+    with deferred_init(SMALLEST):
+        module = Made(CODES["tied_and_copied"])
+    first, second = (initialised_copy(module, torch.device("cpu")) for _ in range(2))
+    assert torch.equal(first.mask, ~torch.tril(torch.ones(32, 32)).bool())
+    assert torch.equal(first.a.weight, second.a.weight)
+    assert 0 < first.a.weight.std() < 1
+    assert is_deferred(module.a.weight)
+    assert is_deferred(module.mask)
