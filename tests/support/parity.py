@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 from lightning_dlres.pipeline.plan.plan import consecutive_replicas, even_split
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
+from lightning_dlres.strategies.hetero_pipe.step.module_search import find_pipelined_module
 from tests.support.models import QUIET, Task, loaders
 from tests.support.rank_pool import RankContext, RankPool
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from benchmarks.support.capture.task import make_net
 from benchmarks.support.capture_models.case import Batch, CaptureCase
-from lightning_dlres.pipeline.capture.blocks import candidate_blocks
-from lightning_dlres.pipeline.capture.captured import capture
+from lightning_dlres.pipeline.capture.tracing.blocks import candidate_blocks
+from lightning_dlres.pipeline.capture.tracing.capturing import capture
 
 
 def layer_names(case: CaptureCase, batch: Batch) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_dlres.core.rng import forked
+from lightning_dlres.core.wire.tree import Tree, tensors_of
 
 # `training` of a module, and if gradients are recorded: code may ask for both.
 Mode = tuple[bool, bool]
@@ -30,6 +31,12 @@ def mode_of(module: nn.Module) -> Mode:
 def seed_layer(layer: int) -> None:
     """Seed torch's generators before a layer of a trial run."""
     torch.manual_seed(layer)
+
+
+def device_of(inputs: Tree) -> torch.device:
+    """Return the device of the first tensor of a tree."""
+    tensors = tensors_of(inputs)
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 @contextmanager

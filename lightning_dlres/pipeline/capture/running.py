@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any
 
@@ -11,13 +11,20 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.nested import replaced, tensors_in
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, unflatten
 from lightning_dlres.pipeline.capture.block_calls import (
     calls_replaced,
     checkpointed_call,
     original_call,
+)
+from lightning_dlres.pipeline.capture.crossing import (
+    SAMPLES,
+    Header,
+    Returned,
+    role_of,
+    without_objects,
 )
 from lightning_dlres.pipeline.capture.glue_mode import GlueMode
 from lightning_dlres.pipeline.capture.operations import (
@@ -28,37 +35,14 @@ from lightning_dlres.pipeline.capture.operations import (
 )
 from lightning_dlres.pipeline.capture.paths import Decisions, Paths
 from lightning_dlres.pipeline.capture.placeholders.shape_inference import UNKNOWN, ShapeInference
-from lightning_dlres.pipeline.capture.placeholders.skeleton import Skeleton, meta_of, placeholder
+from lightning_dlres.pipeline.capture.placeholders.skeleton import (
+    SampleDim,
+    Skeleton,
+    meta_of,
+    placeholder,
+)
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Boundary, Event, Value
 from lightning_dlres.pipeline.stage.microbatch import apart, samples_in
-
-# Stands for the number of samples, so that micro-batches of all sizes have the same skeletons.
-_SAMPLES = -1
-
-
-class Header(msgspec.Struct, frozen=True, array_like=True):
-    """Message about the layers before, beside their tensors.
-
-    Attributes:
-        samples: Number of samples; -1 in a message that is joined with others.
-        sample_value: Index of a tensor whose first dimension is the number of samples; -1 if there
-            is none.
-        skeletons: Skeletons of the module's inputs and of the outputs of blocks, in order.
-        decisions: Decisions so far. After the last layer, those that are made again are None: for a
-            batch that is joined of micro-batches they may be others.
-        values: After the last layer, the roles of the values that are sent, as by `_role`.
-    """
-
-    samples: int
-    sample_value: int
-    skeletons: list[Skeleton]
-    decisions: list[Any]
-    values: list[tuple[str, int, int]] | None
-
-
-def _role(value: Value) -> tuple[str, int, int]:
-    """Return what a value is in all paths of a forward. Operations have other numbers in each."""
-    return value.source, -1 if value.source == GLUE else value.index, value.position
 
 
 class _Stop(BaseException):
@@ -81,6 +65,8 @@ class SegmentRun(GlueMode):
         device: Device of the layers.
         before_layer: Called with the index of a layer before it runs.
         shapes: Results of operations before the layers, computed from shapes.
+        step: Opens the training step that runs in the place of the module's forward, as
+            `captured.OpenStep`; None for the forward.
     """
 
     def __init__(
@@ -94,13 +80,17 @@ class SegmentRun(GlueMode):
         device: torch.device,
         before_layer: Callable[[int], None],
         shapes: ShapeInference,
+        step: Callable[[], AbstractContextManager[Callable[..., Any]]] | None = None,
     ) -> None:
         super().__init__()
+        self._step = step
         self._module, self._blocks, self._all_paths = module, blocks, paths
         self._copies, self._layers, self._device = copies, layers, device
         self._before_layer, self._shapes = before_layer, shapes
         # True for the glue after all blocks, which ends with the module's output.
-        self._is_last = not layers
+        self._is_last = layers.start >= len(blocks)
+        # True for a run that begins with the inputs of the module's call.
+        self._has_inputs = False
         # Values that have arrived, and those that may be sent.
         self._received: dict[Value, Tensor] = {}
         self._arrived: tuple[list[tuple[str, int, int]] | None, Sequence[Tensor]] = None, ()
@@ -112,22 +102,46 @@ class SegmentRun(GlueMode):
         self._given: list[Any] = []
         self._skeletons: list[Skeleton] = []
 
-    def run(self, inputs: Tree) -> Tree:
-        """Run the layers.
+    def begin(self, inputs: Tree) -> Tree:
+        """Run the code up to a layer.
 
         Args:
-            inputs: Positional and keyword arguments of the module's call for the first layer, else
-                what the layers before have returned.
+            inputs: Positional and keyword arguments of the module's call.
+
+        Returns:
+            The crossing to the next layer, or `Returned` of a step that calls none.
+        """
+        args, kwargs = inputs
+        self._has_inputs = True
+        self._choose_paths(is_single=samples_in(inputs) == 1)
+        self._take_path(())
+        self._note(INPUT, 0, inputs)
+        return self._run(args, kwargs)
+
+    def finish(self, inputs: Tree, arguments: Tree) -> Tree:
+        """Run the code of a step after all layers.
+
+        Args:
+            inputs: What the last layer has returned.
+            arguments: Positional and keyword arguments of the step.
+
+        Returns:
+            The step's result.
+        """
+        header, *tensors = inputs
+        self._receive(msgspec.msgpack.decode(header, type=Header), tensors)
+        args, kwargs = arguments
+        return self._run(args, kwargs)
+
+    def run(self, inputs: Tree) -> Tree:
+        """Run the layers, or the module's code after all of them.
+
+        Args:
+            inputs: What the layers before have returned.
 
         Returns:
             The crossing to the next layer, or the module's output.
         """
-        if self._layers.start == 0:
-            args, kwargs = inputs
-            self._choose_paths(samples_in(inputs))
-            self._take_path(())
-            self._note(INPUT, 0, inputs)
-            return self._run(args, kwargs)
         header, *tensors = inputs
         self._receive(msgspec.msgpack.decode(header, type=Header), tensors)
         while True:
@@ -139,24 +153,24 @@ class SegmentRun(GlueMode):
 
     def _receive(self, header: Header, tensors: Sequence[Tensor]) -> None:
         self._given = header.decisions
-        self._arrived = header.values, tensors
         at = header.sample_value
         samples = tensors[at].shape[0] if at >= 0 else header.samples
-        self._choose_paths(samples)
-        self._take_path(() if self._is_last else tuple(header.decisions))
-        self._skeletons = [
-            one.with_samples(samples, one.positions(_SAMPLES)) for one in header.skeletons
-        ]
+        # A step takes the path of its batch, also for micro-batches of one sample.
+        self._choose_paths(is_single=header.is_single if self._step else samples == 1)
+        self._arrived = header.values, tensors
+        # After all blocks another path may hold for the whole batch. A step decides for it first.
+        is_open = self._is_last and self._step is None
+        self._take_path(() if is_open else tuple(header.decisions))
+        self._skeletons = [one.with_samples(samples) for one in header.skeletons]
 
-    def _choose_paths(self, samples: int | None) -> None:
+    def _choose_paths(self, is_single: bool) -> None:
         several, single = self._all_paths
-        self._paths = single if samples == 1 else several
+        self._is_single, self._paths = is_single, single if is_single else several
 
     def _take_path(self, decisions: Decisions) -> None:
         self._trace = self._paths.trace(decisions)
-        start = self._layers.start
-        self._begin: Boundary | None = self._paths.boundary(self._trace, start) if start else None
-        stop = self._layers.stop
+        start, stop = self._layers.start, self._layers.stop
+        self._begin = None if self._has_inputs else self._paths.boundary(self._trace, start)
         self._until = None if self._is_last else self._paths.boundary(self._trace, stop)
         # Another path may want other values, which are known too late.
         self._wants_all = self._until is not None and bool(self._trace.decisions)
@@ -173,14 +187,32 @@ class SegmentRun(GlueMode):
         """
         roles, tensors = self._arrived
         self._is_other_path = roles is not None and (
-            list(map(_role, begin.values)) != roles
+            list(map(role_of, begin.values)) != roles
             or not all(map(self._has_dimensions, begin.values, tensors))
         )
         if not self._is_other_path:
+            if self._step and self._layers.start == 0:
+                tensors = self._whole(begin.values, tensors, Tensor.squeeze)
             return dict(zip(begin.values, tensors, strict=True))
         # A decision that comes may lead to the path of these tensors.
         arrived = zip((Value(*role) for role in roles or ()), tensors, strict=True)
         return {value: tensor for value, tensor in arrived if value.source != GLUE}
+
+    def _whole(
+        self,
+        values: Sequence[Value],
+        tensors: Sequence[Tensor],
+        change: Callable[[Tensor, int], Tensor],
+    ) -> list[Tensor]:
+        """Return the tensors of a prefix, with a change of those that must not be cut.
+
+        They get a first dimension of 1, which is not the number of samples.
+        """
+        if self._is_single:
+            return list(tensors)
+        known = self._trace.of_samples
+        pairs = zip(values, tensors, strict=True)
+        return [tensor if value in known else change(tensor, 0) for value, tensor in pairs]
 
     def _has_dimensions(self, value: Value, tensor: Tensor) -> bool:
         """Return True if a tensor has as many dimensions as a result of glue in the trace."""
@@ -193,23 +225,32 @@ class SegmentRun(GlueMode):
         self._glue, self._num_calls, self._decisions = 0, 0, []
         # By id: tensors that a function of the user's takes for its result, and received ones.
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
-        self._is_live = self._layers.start == 0
-        if self._is_live:
-            self._before_layer(0)
-        self.set_active(True)
-        try:
-            with calls_replaced(dict(enumerate(self._blocks)), self._call):
-                output = self._module.forward(*args, **kwargs)
-        except _Stop:
-            is_stopped = True
-        else:
-            is_stopped = False
-        finally:
-            self.set_active(False)
+        self._is_live = self._has_inputs
+        # The code of a step before the first layer runs again for its end.
+        self._in_prefix = self._is_last and self._step is not None
+        if self._has_inputs:
+            self._before_layer(-1 if self._step else 0)
+        is_stopped = False
+        with self._step() if self._step else nullcontext(self._module.forward) as code:
+            # Only now is this the innermost mode.
+            self.set_active(True)
+            try:
+                with calls_replaced(dict(enumerate(self._blocks)), self._call):
+                    output = code(*args, **kwargs)
+            except _Stop:
+                is_stopped = True
+            finally:
+                self.set_active(False)
         if is_stopped:
             return self._crossing()
         if self._is_other_path:
             raise self._other_path("other tensors from the last layer")
+        if self._step and self._has_inputs:
+            return Returned(output)
+        if self._step:
+            if not (self._is_last and self._is_live):
+                raise self._other_path("a return before the last submodule")
+            return output
         output = without_objects(output)
         return map_tensors(self._own_result, output) if self._own else output
 
@@ -221,10 +262,16 @@ class SegmentRun(GlueMode):
             raise self._other_path(f"{len(missing)} tensors that did not arrive")
         values = self._until.values
         tensors = [self._produced[value] for value in values]
-        inputs = self._sample_positions(0)
+        if self._step and self._has_inputs:
+            tensors = self._whole(values, tensors, Tensor.unsqueeze)
+        inputs = self._sample_dims(0)
         samples = next(
-            (shape[0] for i, (shape, _, _) in enumerate(self._skeletons[0].tensors) if i in inputs),
-            _SAMPLES,
+            (
+                shape[0]
+                for i, (shape, _, _) in enumerate(self._skeletons[0].tensors)
+                if (0, 1) in inputs.get(i, ())
+            ),
+            SAMPLES,
         )
         known = self._trace.of_samples
         at = next(
@@ -242,14 +289,15 @@ class SegmentRun(GlueMode):
             decisions = [d if number in decided else None for number, d in enumerate(decisions)]
         is_joined = is_end and self._trace.of_samples.issuperset(values)
         header = Header(
-            _SAMPLES if is_joined else samples,
+            SAMPLES if is_joined else samples,
             at,
             [
-                one.with_samples(_SAMPLES, self._sample_positions(number) if at >= 0 else ())
+                one.without_samples(samples, self._sample_dims(number) if at >= 0 else {})
                 for number, one in enumerate(self._skeletons)
             ],
             decisions,
-            list(map(_role, self._until.values)) if is_end else None,
+            list(map(role_of, self._until.values)) if is_end else None,
+            self._step is not None and self._is_single,
         )
         crossing = (msgspec.msgpack.encode(header), *tensors)
         if is_end and not is_joined:
@@ -257,8 +305,8 @@ class SegmentRun(GlueMode):
             return apart(crossing)
         return crossing
 
-    def _sample_positions(self, number: int) -> Collection[int]:
-        """Return the positions of tensors whose first dimension is the samples.
+    def _sample_dims(self, number: int) -> Mapping[int, Sequence[SampleDim]]:
+        """Return the dimensions of tensors that are a multiple of the samples, by their positions.
 
         Args:
             number: Number of a skeleton: 0 for the inputs, then the calls of blocks.
@@ -267,20 +315,22 @@ class SegmentRun(GlueMode):
         if not trace.of_samples:
             # A dimension of the same size by chance makes outputs that are not joined.
             shapes = [shape for shape, _, _ in self._skeletons[0].tensors]
-            return skeleton.positions(next((shape[0] for shape in shapes if shape), _SAMPLES))
+            samples = next((shape[0] for shape in shapes if shape), SAMPLES)
+            return {position: [(0, 1)] for position in skeleton.positions(samples)}
         if number == 0:
             values = {i: Value(INPUT, 0, i) for i in range(len(skeleton.tensors))}
         else:
             block = trace.blocks[number - 1]
             values = {i: Value(BLOCK, block, i) for i in range(len(skeleton.tensors))}
             values |= dict(trace.calls[block].aliases)
-        return [i for i, value in values.items() if value in trace.of_samples]
+        return {i: trace.sample_dims.get(value, ()) for i, value in values.items()}
 
     def _call(self, layer: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
         if layer >= self._layers.stop and not self._is_last:
             raise _Stop
         # Nothing in here is glue.
         self.set_active(False)
+        self._in_prefix = False
         if self._own:
             args, kwargs = replaced(self._own_result, (args, kwargs))
         is_final = layer == self._trace.blocks[-1]
@@ -293,11 +343,13 @@ class SegmentRun(GlueMode):
                 raise self._other_path(f"a call of layer {layer}")
             output = self._rebuilt(self._skeletons[self._num_calls], BLOCK, layer)
             self._is_live = is_final
+            if is_final and self._step:
+                self._before_layer(len(self._blocks))
             self.set_active(not is_final)
             return output
         self._is_live = True
         try:
-            if layer > 0:
+            if layer > 0 or self._step:
                 self._before_layer(layer)
             # A copy has no replaced call, but may be called like a block.
             target = self._copies.get(layer, block)
@@ -319,7 +371,7 @@ class SegmentRun(GlueMode):
             # Placeholders have it, too.
             return function(*args, **kwargs)
         index, self._glue = self._glue, self._glue + 1
-        if not self._is_live:
+        if not (self._is_live or self._in_prefix):
             return self._before_layers(index, name, function, args, kwargs)
         if self._own:
             args, kwargs = replaced(self._own_result, (args, kwargs))
@@ -332,6 +384,11 @@ class SegmentRun(GlueMode):
         if not outputs:
             arguments = list(tensors_in((args, kwargs)))
             if is_decision(function, name, arguments, outputs):
+                number = len(self._decisions)
+                if self._in_prefix and number < len(self._given):
+                    # As the whole batch has decided.
+                    given = self._given[number]
+                    result = result if given is None else given
                 self._decisions.append(plain(result))
         return result
 
@@ -422,25 +479,9 @@ class SegmentRun(GlueMode):
         return unflatten(skeleton.structure, tensors)
 
     def _other_path(self, where: str) -> UnsupportedStepError:
+        name = type(self._module).__name__
+        code = f"{name}.training_step" if self._step else f"The forward of {name}"
         return UnsupportedStepError(
-            f"The forward of {type(self._module).__name__} must run the same operations for the "
+            f"{code} must run the same operations for the "
             f"same decisions, got {where}. Move the code that differs into one of its submodules."
         )
-
-
-def without_objects(tree: Tree) -> Tree:
-    """Return a tree with None in the place of objects that cannot be sent, such as caches."""
-    try:
-        flatten(tree)
-    except ConfigError:
-        if isinstance(tree, Mapping) and not dataclasses.is_dataclass(tree):
-            return {key: without_objects(value) for key, value in tree.items()}
-        if type(tree) in (list, tuple):
-            return type(tree)(map(without_objects, tree))
-        if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-            names = [field.name for field in dataclasses.fields(tree) if field.init]
-            return dataclasses.replace(
-                tree, **{n: without_objects(getattr(tree, n)) for n in names}
-            )
-        return None
-    return tree

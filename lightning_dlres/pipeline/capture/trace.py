@@ -10,13 +10,17 @@ is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 # Sources of a value: an input of the module, an output of a block, or a result of glue.
 INPUT, BLOCK, GLUE = "input", "block", "glue"
+
+
+# Index of a block that is beyond all others.
+_AFTER_ALL = 1 << 62
 
 
 @dataclass(frozen=True, order=True)
@@ -49,6 +53,7 @@ class Event:
         written: Storages that it writes to.
         is_local: True if the result of glue depends on more than its arguments: on a trainable
             parameter, a tensor of a block, or random numbers.
+        is_random: True if it draws random numbers.
         reads_values: True if the result is no tensor, but depends on the values of tensors, such as
             that of `Tensor.item`. The path of the forward may depend on it.
         metas: Descriptions of the tensors in the result of glue.
@@ -66,6 +71,7 @@ class Event:
     written: frozenset[int] = frozenset()
     returned: int | None = None
     is_local: bool = False
+    is_random: bool = False
     reads_values: bool = False
     metas: tuple[Any, ...] = ()
     decision: Any = None
@@ -101,12 +107,19 @@ class Trace:
         storages: Storage of each value.
         outputs: Values in the module's output.
         of_samples: Values whose first dimension is the samples, as a run with twice as many shows.
+        scaled: Values whose shape depends on the number of samples in another way.
+        sample_dims: For the values of both, the dimensions that are a multiple of the samples.
+        prefix: Number of events before the first block that run once on the whole batch, and whose
+            results are then cut; None if every micro-batch runs them.
     """
 
     events: tuple[Event, ...]
     storages: dict[Value, int]
     outputs: tuple[Value, ...]
     of_samples: frozenset[Value] = frozenset()
+    scaled: frozenset[Value] = frozenset()
+    sample_dims: Mapping[Value, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    prefix: int | None = None
 
     @cached_property
     def made_by_layers(self) -> frozenset[int]:
@@ -154,32 +167,57 @@ class Trace:
         cut = next((at for at, index in calls if index >= block), after_all)
         before, after = self.events[:cut], self.events[cut:]
         fixed = self._fixed_storages(before)
-        needed = [value for event in after for value in event.inputs] + list(self.outputs)
+        prefix, is_end = self.prefix or 0, not any(event.block is not None for event in after)
+        needed = self._needed(after, is_end=is_end)
         decided: set[int] = set()
         for index, event in enumerate(before):
             if not event.reads_values:
                 continue
             is_fixed = any(self.storages[value] in fixed for value in event.inputs)
-            if is_fixed and event.decision is not None:
+            if index < prefix and event.inputs and event.decision is None:
+                return f"{event.name} reads values of a whole batch before the first submodule"
+            if (is_fixed or index < prefix) and event.decision is not None:
                 decided.add(sum(e.reads_values for e in before[:index]))
                 continue
             needed += event.inputs
             written_later = {s for later in before[index + 1 :] for s in later.written}
             if any(self.storages[v] in fixed & written_later for v in event.inputs):
                 return f"{event.name} reads a tensor that a later operation changes in place"
-        values, computed = self._sent(needed, before, fixed)
+        values, computed = self._sent(needed, before, fixed, is_end=is_end)
+        if self.prefix is not None and block == 0 and values & self.scaled:
+            return "its first dimension is not the samples in a tensor that is made before"
         storages = [self.storages[value] for value in values]
         written_later = {storage for event in after for storage in event.written}
         if any(s in written_later and storages.count(s) > 1 for s in storages):
             return "two views of one tensor are needed later, and one of them is changed in place"
         glue = [event for event in before if event.block is None]
-        skipped = frozenset(i for i, event in enumerate(glue) if event.written & fixed)
+        skipped = frozenset(
+            at
+            for at, event in enumerate(glue)
+            if event.written & fixed or (event.written and at < prefix)
+        )
         decisions = [id(e) for e in glue if e.reads_values]
         again = computed.union(e for i, e in enumerate(decisions) if i not in decided)
         repeated = {i for i, e in enumerate(glue) if id(e) in again}
-        return Boundary(
-            tuple(sorted(values)), frozenset(repeated - skipped), skipped, frozenset(decided)
-        )
+        ordered = sorted(values)
+        if self.prefix is not None:
+            # The first tensor shows the number of samples.
+            ordered.sort(key=lambda value: value not in self.of_samples)
+        return Boundary(tuple(ordered), frozenset(repeated - skipped), skipped, frozenset(decided))
+
+    def _needed(self, after: Sequence[Event], *, is_end: bool) -> list[Value]:
+        """Return the values that events and the output take.
+
+        Args:
+            after: The events after a boundary.
+            is_end: True for the boundary after all blocks.
+        """
+        end = after if is_end else self.boundary(_AFTER_ALL)
+        if not isinstance(end, Boundary):
+            return [value for event in after for value in event.inputs] + list(self.outputs)
+        # The code after all blocks computes some values again, and so needs others.
+        at = max(number for number, event in enumerate(after) if event.block is not None)
+        return [value for event in after[: at + 1] for value in event.inputs] + list(end.values)
 
     def _fixed_storages(self, before: Sequence[Event]) -> set[int]:
         """Return the storages whose content glue cannot compute again from the module's inputs.
@@ -204,15 +242,30 @@ class Trace:
         return fixed
 
     def _sent(
-        self, needed: Iterable[Value], before: Sequence[Event], fixed: set[int]
+        self,
+        needed: Iterable[Value],
+        before: Sequence[Event],
+        fixed: set[int],
+        *,
+        is_end: bool,
     ) -> tuple[set[Value], set[int]]:
         """Return what is sent: the needed values that cannot be computed again, and the inputs of
-        those that can. Also return the ids of the events that compute the latter."""
+        those that can. Also return the ids of the events that compute the latter.
+
+        Args:
+            needed: Values that are needed.
+            before: Events before the boundary.
+            fixed: Storages that cannot be computed again.
+            is_end: True after all blocks.
+        """
         produced = {value: event for event in before for value in event.results}
         writers: dict[int, list[Event]] = {}
         for event in before:
             for storage in event.written:
                 writers.setdefault(storage, []).append(event)
+        in_prefix = {id(event) for event in before[: self.prefix or 0]}
+        # The code after all blocks gets the whole batch.
+        has_inputs = is_end and self.prefix is not None
         sent: set[Value] = set()
         computed: set[int] = set()
         pending, seen = list(needed), set()
@@ -221,10 +274,25 @@ class Trace:
             if value in seen or (value.source != INPUT and value not in produced):
                 continue
             seen.add(value)
-            if value.source == INPUT or self.storages[value] in fixed:
+            if value.source == INPUT:
+                if not has_inputs:
+                    sent.add(value)
+                continue
+            event = produced[value]
+            touched = {self.storages[v] for v in (value, *event.inputs)}
+            is_early = id(event) in in_prefix
+            if has_inputs and is_early:
+                # The prefix runs again.
+                continue
+            is_again = not is_early and self.storages[value] not in fixed
+            if event.block is None and not event.is_random and not touched & writers.keys():
+                # What has no samples to be joined or cut is computed from what has.
+                is_joined = is_end and bool(self.of_samples) and value not in self.of_samples
+                is_again |= is_joined or (is_early and value in self.scaled and not event.is_local)
+            if not is_again:
                 sent.add(value)
                 continue
-            for event in (produced[value], *writers.get(self.storages[value], ())):
-                computed.add(id(event))
-                pending += event.inputs
+            for again in (event, *writers.get(self.storages[value], ())):
+                computed.add(id(again))
+                pending += again.inputs
         return sent, computed

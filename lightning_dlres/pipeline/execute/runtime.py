@@ -17,7 +17,7 @@ Id spaces:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -149,6 +149,27 @@ class Runtime:
             else:
                 self.send(Channel.ACTIVATION, 1, microbatch, activation)
         return self._share_output(outputs, sizes, own, everywhere)
+
+    def compute_layer(
+        self, layer: int, compute: Callable[[], Tree], batch_digest: int, place: str
+    ) -> Tree:
+        """Compute the output of one layer on one rank, and return it on all; called by all ranks.
+
+        Args:
+            layer: Index of the layer. A rank of the first replica that holds it computes.
+            compute: Returns the output.
+            batch_digest: Fingerprint of the batch that this rank sees.
+            place: Place of the call in user code; see `announce`.
+        """
+        self.announce(None, batch_digest, f"{place}, at layer {layer}")
+        owner = self.plan.replicas[0][self.plan.stage_of(layer)]
+        if self.rank != owner:
+            return self._output_of(owner)
+        with self.computing("forward", 0):
+            output = map_tensors(Tensor.detach, compute())
+        others = [peer for peer in range(self.plan.world_size) if peer != owner]
+        self._mailbox.send_copies(others, Channel.OUTPUT, self.key("output"), output)
+        return output
 
     def announce(
         self, inputs: Tree, batch_digest: int, place: str = "in a training step"

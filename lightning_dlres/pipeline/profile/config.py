@@ -54,7 +54,8 @@ class ProfileSamples:
     """Training samples for the profile, read on rank 0.
 
     Attributes:
-        inputs: Inputs of the first layer, one tree for each micro-batch.
+        inputs: Inputs of the first layer, one tree for each micro-batch. They are missing before a
+            training step is cut.
         batches: Micro-batches, as the user's code receives them; same order as `inputs`.
         microbatches: Number of micro-batches in a training batch.
         whole_batch: All read samples as one batch, for a trial of the step. It has at least two

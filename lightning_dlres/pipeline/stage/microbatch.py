@@ -8,6 +8,7 @@ samples for any number of stages or replicas.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -91,9 +92,24 @@ def _cut(tree: Tree, sizes: Sequence[int], with_lists: bool) -> list[Tree]:
         ]
         part_structure = structure
         if with_lists:
-            part_structure = _cut_lists(structure, samples, start, size)
+            part = slice(start, start + size)
+            part_structure = _change_lists(structure, samples, itemgetter(part))
         parts.append(unflatten(part_structure, pieces))
     return parts
+
+
+def doubled(tree: Tree, *, is_batch: bool) -> Tree:
+    """Return inputs of a module, or a loader's batch, with all samples twice.
+
+    Args:
+        tree: The inputs, or the batch.
+        is_batch: True for the rules of `cut_batch`, False for those of `cut`.
+    """
+    samples, (structure, tensors) = samples_in(tree), flatten(tree)
+    twice = [torch.cat([t, t]) if t.dim() and t.shape[0] == samples else t for t in tensors]
+    if is_batch:
+        structure = _change_lists(structure, samples, lambda content: content * 2)
+    return unflatten(structure, twice)
 
 
 # The functions below walk the nodes of a structure (see `core.wire.tree`). The first element of a
@@ -102,17 +118,19 @@ def _cut(tree: Tree, sizes: Sequence[int], with_lists: bool) -> list[Tree]:
 # "a" NumPy array, "g" NumPy scalar.
 
 
-def _cut_lists(node: list[Any], samples: int, start: int, size: int) -> list[Any]:
-    """Return the structure with its lists and tuples cut; see `cut_batch`."""
+def _change_lists(
+    node: list[Any], samples: int | None, change: Callable[[list[Any]], list[Any]]
+) -> list[Any]:
+    """Return the structure with a change of the lists and tuples that `cut_batch` cuts."""
     tag, content = node[0], node[-1]
     if tag in ("l", "u") and isinstance(content, list):
         if len(content) == samples and not any(_holds_tensor(child) for child in content):
-            return [tag, content[start : start + size]]
-        return [tag, [_cut_lists(child, samples, start, size) for child in content]]
+            return [tag, change(content)]
+        return [tag, [_change_lists(child, samples, change) for child in content]]
     if tag == "n":
-        return [*node[:-1], [_cut_lists(child, samples, start, size) for child in node[2]]]
+        return [*node[:-1], [_change_lists(child, samples, change) for child in node[2]]]
     if tag in ("d", "m", "c") and isinstance(content, list):
-        pairs = [[key, _cut_lists(value, samples, start, size)] for key, value in content]
+        pairs = [[key, _change_lists(value, samples, change)] for key, value in content]
         return [*node[:-1], pairs]
     return node
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_dlres.core.error_places import place_of
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.units import format_bytes
-from lightning_dlres.core.wire.tree import Tree, map_tensors
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.deferred.values import has_deferred
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
@@ -35,22 +35,28 @@ from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.hetero_pipe.checks.inspection import inspect_step
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import NoCopyError
 from lightning_dlres.strategies.hetero_pipe.data.profile_samples import (
-    SkippedSamplesError,
     read_samples,
 )
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
 from lightning_dlres.strategies.hetero_pipe.profiled_model import gradient_copies, profiled_model
 from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import untracked_state_warning
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
-    PipelinedModule,
-    require_layers,
+from lightning_dlres.strategies.hetero_pipe.step.cutting import (
+    SkippedSamplesError,
+    cut_on_samples,
+    with_inputs,
 )
-from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
+from lightning_dlres.strategies.hetero_pipe.step.module_search import require_layers
+from lightning_dlres.strategies.hetero_pipe.step.step_context import Pipelined, StepContext
 
 # Errors after which a plan without measurements serves.
 _NO_SAMPLES = (NoCopyError, SkippedSamplesError)
 
 
+# Why a training step is not cut, without samples or values to run it.
+_NO_VALUES = (
+    "it must run on the first samples, and the weights or the samples are missing. Use "
+    "HeteroPipeStrategy(deferred_init=True) in the place of the meta device."
+)
 # Modules outside of the layers that are named at the start, the largest ones.
 _NAMED = 4
 
@@ -101,8 +107,12 @@ class RunPlanner:
         self._uncut_reason = ""
 
     @property
-    def _pipelined(self) -> PipelinedModule:
+    def _pipelined(self) -> Pipelined:
         return self._context.pipelined
+
+    @property
+    def _is_cut(self) -> bool:
+        return self._pipelined.captured is not None
 
     @property
     def _layers(self) -> ModelLayers:
@@ -136,7 +146,9 @@ class RunPlanner:
             fill_deferred(module, torch.device("cpu"))
         samples = self._read_samples(trainer) if needs_samples else None
         if samples is not None and has_values:
-            self._capture(samples)
+            samples = self._capture(samples)
+        if fitting and is_pipelined and self._pipelined.is_step and not self._is_cut:
+            require_layers(self._pipelined, 1, self._uncut_reason or _NO_VALUES)
         plan = self._make_plan(trainer, previous, samples)
         if is_pipelined and fitting:
             self._say_what_is_whole()
@@ -146,19 +158,15 @@ class RunPlanner:
         # measured. The trial makes the hooks save new tensors, whose later use is detected.
         return PlannedRun(plan=plan, written_in_forward=self._try_step(samples))
 
-    def _capture(self, samples: ProfileSamples) -> None:
-        """Cut the pipelined module into layers, unless it has layers of its own.
+    def _capture(self, samples: ProfileSamples) -> ProfileSamples:
+        """Cut the pipelined module into layers, unless it has layers of its own; return the samples
+        with the inputs of the first layer.
 
         A module that cannot be cut stays one layer: replicas of one stage can train it.
         """
-        homes = {p.device for p in self._pipelined.module.parameters() if not p.is_meta}
-        inputs = samples.inputs[0]
-        if len(homes) == 1:
-            home = homes.pop()
-            inputs = map_tensors(lambda tensor: tensor.to(home), inputs)
         pipelined, reason = self._pipelined, ""
         try:
-            pipelined = self._pipelined.captured_on(self._module, inputs)
+            pipelined = cut_on_samples(self._context, samples)
         except Exception as error:
             # The module's code may raise anything.
             is_ours = isinstance(error, UnsupportedStepError)
@@ -166,11 +174,13 @@ class RunPlanner:
             place = place_of(error)
             reason = f"{text.rstrip('.')}." + (f" It is at {place}." if place else "")
         if pipelined is self._pipelined and not reason:
-            return
+            return samples
         # A rank may lack memory for what the others can do.
         self._uncut_reason = self._first_of_ranks(reason) or ""
-        if not self._uncut_reason:
-            self._context.pipeline(pipelined)
+        if self._uncut_reason:
+            return samples
+        self._context.pipeline(pipelined)
+        return with_inputs(self._context, samples)
 
     def _first_of_ranks(self, reason: str | None) -> str | None:
         """Return the first rank's reason that is not empty, on all ranks; None without one."""

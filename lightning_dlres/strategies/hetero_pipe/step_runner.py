@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dlres.core import rng
-from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.rng import derive_seed
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.digest import digest
@@ -35,6 +35,9 @@ from lightning_dlres.strategies.hetero_pipe.checks.loss_check import (
 from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import unsendable_values
 from lightning_dlres.strategies.hetero_pipe.replay.logs import logs_in
 from lightning_dlres.strategies.hetero_pipe.step.normalisers import doubt_about_batch
+from lightning_dlres.strategies.hetero_pipe.step.output_without_gradient import (
+    raising_in_backward,
+)
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import PipelinedWeightGuard
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
@@ -168,9 +171,11 @@ class StepRunner:
             args: Arguments of the hook; the first is the batch.
         """
         fingerprint = digest(args[0])
-        intercepted = self.context.pipelined.intercepted(
-            lambda inputs: self.forward(inputs, fingerprint)
-        )
+
+        def forward(inputs: Tree, layer: int | None = None) -> Tree:
+            return self.forward(inputs, layer, fingerprint)
+
+        intercepted = self.context.pipelined.intercepted(forward)
         with (
             self.context.precision(),
             PipelinedWeightGuard(self.context.layer_tensors),
@@ -178,11 +183,15 @@ class StepRunner:
         ):
             return hook(*args)
 
-    def forward(self, inputs: Tree, fingerprint: int | None = None) -> Tree:
+    def forward(
+        self, inputs: Tree, layer: int | None = None, fingerprint: int | None = None
+    ) -> Tree:
         """Run the pipelined module forward, without autograd; called by all ranks.
 
         Args:
             inputs: Inputs of the module, the same on all ranks.
+            layer: Layer that runs alone, if the training step is pipelined, on the inputs of its
+                call; None for all layers.
             fingerprint: Digest of the batch, compared between ranks; None takes that of the inputs.
         """
         self._num_forwards += 1
@@ -195,14 +204,24 @@ class StepRunner:
             "rank."
         )
         with torch.no_grad(), self.runtime.explaining(reason):
-            output = self.runtime.forward(inputs, seed, fingerprint, place=place)
+            if layer is None:
+                output = self.runtime.forward(inputs, seed, fingerprint, place=place)
+            else:
+                call = partial(self._call_layer, layer, inputs, seed)
+                output = self.runtime.compute_layer(layer, call, fingerprint, place=place)
         output = map_tensors(lambda t: t.to(self.context.device), output)
         output = self.context.pipelined.output(output)
         requires_gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if not requires_gradients:
             return output
         input_tensors = tensors_of(inputs)
-        return map_tensors(lambda t: _raising_in_backward(t, input_tensors), output)
+        return map_tensors(lambda t: raising_in_backward(t, input_tensors), output)
+
+    def _call_layer(self, layer: int, inputs: Tree, seed: int) -> Tree:
+        context = self.context
+        with rng.forked(context.device), context.precision():
+            rng.seed_device(derive_seed(seed, layer), context.device)
+            return context.pipelined.call(layer, inputs)
 
     def _run(
         self, args: tuple[Any, ...], seed: int, scale: float, fingerprint: int
@@ -419,32 +438,3 @@ class _StateBeforeStep:
             return []
         tensors = self._runner.runtime.buffers.tensors()
         return [tensors[index] for index in self._runner.changing_buffers]
-
-
-class _RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor, *inputs: Tensor) -> Tensor:
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        raise UnsupportedStepError(
-            "Gradients of the pipelined module are available in training_step only: elsewhere the "
-            "pipeline runs it forward only. Compute gradients in training_step, or validate on a "
-            "single device: Trainer(devices=1)."
-        )
-
-
-def _raising_in_backward(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Return a module output that requires gradients, as in plain training, but whose backward
-    raises.
-
-    Args:
-        output: Output of the pipelined module; returned as it is if it cannot have a gradient.
-        inputs: Inputs of the module; a gradient for any of them raises, too.
-    """
-    if not (output.is_floating_point() or output.is_complex()):
-        return output
-    # The anchor makes the output require gradients even if no input does.
-    anchor = torch.zeros((), requires_grad=True)
-    return _RaiseInBackward.apply(output, anchor, *inputs)  # type: ignore[no-untyped-call, no-any-return]

@@ -42,7 +42,7 @@ from lightning_dlres.strategies.hetero_pipe.precision import (
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates, metric_sync_disabled
 from lightning_dlres.strategies.hetero_pipe.report_sections import pipeline_sections
 from lightning_dlres.strategies.hetero_pipe.runner_setup import make_runner
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
+from lightning_dlres.strategies.hetero_pipe.step.module_search import find_pipelined_module
 from lightning_dlres.strategies.hetero_pipe.step.single_device_view import sees_single_device
 from lightning_dlres.strategies.hetero_pipe.step.step_context import SplitBatch, StepContext
 from lightning_dlres.strategies.hetero_pipe.step_runner import StepRunner

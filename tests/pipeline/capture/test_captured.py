@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from benchmarks.support.capture_models import family_cases
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.pipeline.capture.captured import capture
+from lightning_dlres.pipeline.capture.tracing.capturing import capture
 from tests.support.captured_chains import assert_alike, chain_result, plain_result
 
 FEATURES = 4

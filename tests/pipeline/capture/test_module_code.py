@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils import checkpoint as checkpoints
 
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.pipeline.capture.captured import CapturedModule, capture
+from lightning_dlres.pipeline.capture.captured import CapturedModule
+from lightning_dlres.pipeline.capture.tracing.capturing import capture
 from tests.support.captured_chains import assert_alike, chain_result, plain_result
 
 FEATURES = 4

@@ -18,7 +18,7 @@ from benchmarks.support.capture_models import CaptureCase, family_cases
 from benchmarks.support.capture_models.case import call, wave_loss
 from lightning_dlres import PipelinePlan
 from lightning_dlres.core.wire.tree import tensors_of
-from lightning_dlres.pipeline.capture.captured import capture
+from lightning_dlres.pipeline.capture.tracing.capturing import capture
 from lightning_dlres.pipeline.plan.plan import consecutive_replicas
 from lightning_dlres.pipeline.stage.microbatch import microbatch_sizes
 from lightning_dlres.strategies.hetero_pipe import run_planner

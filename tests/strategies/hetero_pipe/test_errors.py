@@ -84,12 +84,6 @@ class NeedsAllParameters(Faultless):
         return torch.optim.LBFGS(self.parameters())
 
 
-class TwoNetworks(Faultless):
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = mlp(0.0)
-
-
 class RankDependentBatch(Faultless):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return [batch[0] + self.global_rank, batch[1]]
@@ -215,7 +209,6 @@ SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
         {},
         "must be a batch, got dataloader_iter in ReadsIteratorInTraining",
     ),
-    (TwoNetworks, {}, "2 modules that could be the pipeline (net, other)"),
     (
         Faultless,
         {"module": "nett"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,8 @@ from lightning_dlres.core.wire.tree import Structure, Tree, flatten
 
 # Shape, dtype and `requires_grad` of a tensor.
 Meta = tuple[tuple[int, ...], str, bool]
+# A dimension, and its size divided by the number of samples.
+SampleDim = tuple[int, int]
 
 
 class Skeleton(msgspec.Struct, frozen=True, array_like=True):
@@ -40,15 +42,29 @@ class Skeleton(msgspec.Struct, frozen=True, array_like=True):
         """Return the positions of tensors whose first dimension has a size."""
         return [i for i, (shape, _, _) in enumerate(self.tensors) if shape[:1] == (samples,)]
 
-    def with_samples(self, samples: int, positions: Collection[int]) -> Skeleton:
-        """Return the skeleton with another size of the first dimension of some tensors."""
-        return Skeleton(
-            self.structure,
-            [
-                ((samples, *shape[1:]) if i in positions else shape, dtype, requires_grad)
-                for i, (shape, dtype, requires_grad) in enumerate(self.tensors)
-            ],
-        )
+    def without_samples(self, samples: int, dims: Mapping[int, Sequence[SampleDim]]) -> Skeleton:
+        """Return the skeleton without the number of samples, for all micro-batches.
+
+        Args:
+            samples: The number of samples.
+            dims: Dimensions that are a multiple of the samples, by the position of a tensor.
+        """
+        described = []
+        for position, (shape, dtype, requires_grad) in enumerate(self.tensors):
+            sizes = list(shape)
+            for dim, factor in dims.get(position, ()):
+                if (dim, factor) == (0, 1) or sizes[dim] == factor * samples:
+                    sizes[dim] = -factor
+            described.append((tuple(sizes), dtype, requires_grad))
+        return Skeleton(self.structure, described)
+
+    def with_samples(self, samples: int) -> Skeleton:
+        """Return the skeleton for a number of samples, given the result of `without_samples`."""
+        described = [
+            (tuple(-size * samples if size < 0 else size for size in shape), dtype, requires_grad)
+            for shape, dtype, requires_grad in self.tensors
+        ]
+        return Skeleton(self.structure, described)
 
 
 def meta_of(tensor: Tensor) -> Meta:

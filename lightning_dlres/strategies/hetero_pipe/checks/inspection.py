@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core import rng
+from lightning_dlres.core._compat import CALL
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.deferred.values import is_deferred, stand_in_values
 from lightning_dlres.pipeline.stage.microbatch import samples_in
+from lightning_dlres.pipeline.stage.stage import Layer
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import LayerTensorGuard
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
@@ -76,7 +78,7 @@ def inspect_step(context: StepContext, batch: Any) -> StepInspection:
     trainable = context.settings.trainable()
     try:
         with torch.enable_grad(), layers.attributes_restored():
-            loss, logs = step.run_whole(guard, layers.run)
+            loss, logs = step.run_whole(guard, layers)
             guard.refuse([loss], "as the loss")
             for record in logs:
                 guard.refuse([record.value], f"logged as {record.name!r}")
@@ -133,6 +135,19 @@ class _LocalLayers:
         output = pipelined.output(inputs)
         return map_tensors(lambda t: t.detach().to(home).requires_grad_(t.requires_grad), output)
 
+    def run_one(self, layer: int, inputs: Tree, call: Layer) -> Tree:
+        """Return the output of a layer that the step calls."""
+        layers = self._context.pipelined.layers
+        with self._guard.paused():
+            homes = {tensor.device for tensor in tensors_of(inputs)} or {self._context.device}
+            inputs = map_tensors(self._as_stage_input, inputs)
+            with self._guard.running(layers.names[layer]):
+                output, reasons = self._inspect(layers.modules[layer], call, inputs)
+            if reasons:
+                self._inspection.layers[layers.names[layer]] = reasons
+            home = homes.pop() if len(homes) == 1 else self._context.device
+            return map_tensors(lambda t: self._as_stage_input(t).to(home), output)
+
     @contextmanager
     def attributes_restored(self) -> Iterator[None]:
         """Context manager that restores the attributes of all layers that have run."""
@@ -141,7 +156,8 @@ class _LocalLayers:
         finally:
             # A module in two layers was saved twice. Reverse order restores its first values last.
             for module, before in reversed(self._saved_attributes):
-                vars(module).clear()
+                for name in vars(module).keys() - before.keys() - {CALL}:
+                    del vars(module)[name]
                 vars(module).update(before)
 
     def _inspect(self, module: nn.Module, layer: Any, inputs: Tree) -> tuple[Tree, list[str]]:
@@ -150,7 +166,11 @@ class _LocalLayers:
         Returns:
             The output for the real inputs, and the reasons why the layer depends on micro-batches.
         """
-        self._saved_attributes += [(m, dict(vars(m))) for m in module.modules()]
+        # A step's calls of its layers are replaced during the trial.
+        self._saved_attributes += [
+            (m, {name: value for name, value in vars(m).items() if name != CALL})
+            for m in module.modules()
+        ]
         samples, rewind_random_state = samples_in(inputs), rng.rewinder(self._context.device)
         # This run comes first, so that a layer creates attributes that it creates only once, such
         # as a table of positions. The second run then does not show them as changes.

@@ -16,20 +16,15 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_dlres import _compat
 from lightning_dlres.core import rng
-from lightning_dlres.core.errors import DlresError
 from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.pipeline.execute.runtime import SKIPPED
 from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
 from lightning_dlres.pipeline.stage.microbatch import cut_batch, microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import copy_loader
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
+from lightning_dlres.strategies.hetero_pipe.step.cutting import module_inputs
 from lightning_dlres.strategies.hetero_pipe.step.single_device_view import single_device_view
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
-
-
-class SkippedSamplesError(DlresError):
-    """Error of samples for which `training_step` returns None before the module's call."""
 
 
 def read_samples(
@@ -71,7 +66,9 @@ def read_samples(
         # samples in a batch that the loader made is then unknown, and the batch is not cut.
         if context.split_batch is None or num_read is not None:
             batches = _microbatches(context, data, num_samples, num_profiled, microbatch_size)
-        inputs = [_module_inputs(context, part) for part in batches]
+        inputs: list[Tree] = []
+        if not context.pipelined.is_step:
+            inputs = [module_inputs(context, part) for part in batches]
         # A batch with fewer samples than micro-batches gives one micro-batch per sample.
         num_microbatches = min(microbatches, batch_size or microbatches)
         return ProfileSamples(inputs, batches, num_microbatches, data)
@@ -123,16 +120,6 @@ def _microbatches(
         num_samples = num_profiled
     sizes = microbatch_sizes(num_samples, -(-num_samples // microbatch_size))
     return [batch] if len(sizes) == 1 else list(split(batch, sizes))
-
-
-def _module_inputs(context: StepContext, batch: Any) -> Tree:
-    """Return the inputs of the pipelined module for a batch."""
-    step = LightningStep(context, context.trial_args(batch), keeps_batch=True, is_trial=True)
-    with torch.no_grad():
-        inputs = step.module_inputs()
-    if inputs is SKIPPED:
-        raise SkippedSamplesError("training_step returned None for the first samples")
-    return inputs
 
 
 def _resolved(option: int | str, default: int | None) -> Any:

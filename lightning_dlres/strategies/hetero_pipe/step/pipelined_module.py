@@ -19,21 +19,60 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dlres.core import _compat
-from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
-from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.pipeline.capture.captured import CapturedModule, capture
+from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.core.wire.tree import Tree, tensors_of
+from lightning_dlres.pipeline.capture.captured import CapturedModule, OpenStep
+from lightning_dlres.pipeline.capture.crossing import Returned
+from lightning_dlres.pipeline.capture.tracing.capturing import capture
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.microbatch import output_of
 from lightning_dlres.pipeline.stage.stage import Chain, Layer
+from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import (
+    forwards_replaced,
+    original_forward,
+    user_forward_in,
+)
 from lightning_dlres.strategies.hetero_pipe.step.module_list import list_forwards
 
-# Takes the inputs of the module's call as one tree, and returns the module's output.
-Handler = Callable[[Tree], Tree]
+# Takes the tensors of a call's inputs, and those of its output.
+RecordCall = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+
+
+class Handler(Protocol):
+    """Handler of a call of the pipelined module, or of a layer that a step calls."""
+
+    def __call__(self, inputs: Tree, layer: int | None = None) -> Tree:
+        """Return the output of the call.
+
+        Args:
+            inputs: Inputs of the call, as one tree.
+            layer: Index of the layer that is called; None for the pipelined module.
+        """
+
+
+class LocalLayers(Protocol):
+    """Layers that run on this rank, in a trial."""
+
+    def run(self, inputs: Tree) -> Tree:
+        """Return the output of the last layer for the inputs of the module."""
+
+    def run_one(self, layer: int, inputs: Tree, call: Layer) -> Tree:
+        """Return the output of a layer, given its inputs and its call."""
+
+
+class _StopAtCall(BaseException):
+    """Signal that ends a run of the step at the call of the pipelined module.
+
+    It is not an Exception, so that `except Exception` in user code does not catch it.
+    """
+
+    def __init__(self, inputs: Tree) -> None:
+        self.inputs = inputs
 
 
 @dataclass(frozen=True)
@@ -81,23 +120,29 @@ class PipelinedModule:
         """
         if self.captured is None:
             return output_of(crossing, lambda output: output, lambda: True)
-        with _original_forward([self.module], "forward"):
+        with original_forward([self.module], "forward"):
             captured = self.captured
             return output_of(crossing, captured.output, lambda: captured.has_sample_outputs)
 
-    def captured_on(self, root: nn.Module, inputs: Tree) -> PipelinedModule:
+    @property
+    def is_step(self) -> bool:
+        """True for a training step that is cut as a whole."""
+        return False
+
+    def captured_on(self, root: nn.Module, inputs: Tree, step: OpenStep) -> PipelinedModule:
         """Return this module cut into layers, if it has none yet; it runs a few times.
 
         Args:
             root: The LightningModule.
-            inputs: (args, kwargs) of a call of the module.
+            inputs: (args, kwargs) of a call of the module, or of the step that is cut.
+            step: Opens the training step, whose run leaves nothing behind.
 
         Raises:
             UnsupportedStepError: If the module cannot be cut.
         """
-        if self.captured is not None or _has_several_layers(self.module):
+        if self.captured is not None or has_several_layers(self.module):
             return self
-        with _original_forward([self.module], "forward"):
+        with original_forward([self.module], "forward"):
             captured = capture(self.module, inputs)
         names = tuple(f"{self.path}.{name}" for name in captured.names)
         layers = ModelLayers(
@@ -105,9 +150,10 @@ class PipelinedModule:
         )
         return replace(self, layers=layers, captured=captured)
 
-    def cut_like(self, other: PipelinedModule) -> PipelinedModule:
+    def cut_like(self, other: Any) -> PipelinedModule:
         """Return this module with the layers of another one, if that is the same module."""
-        return other if other.module is self.module and other.path == self.path else self
+        is_same = isinstance(other, PipelinedModule) and other.path == self.path
+        return other if is_same and other.module is self.module else self
 
     @contextmanager
     def intercepted(self, handler: Handler) -> Iterator[None]:
@@ -123,7 +169,7 @@ class PipelinedModule:
         attribute = _forward_attribute(self.module)
 
         def handle(inputs: Tree) -> Tree:
-            with _original_forward(targets, attribute):
+            with original_forward(targets, attribute):
                 return handler(inputs)
 
         if isinstance(self.module, nn.ModuleList):
@@ -132,15 +178,106 @@ class PipelinedModule:
             forwards = [_sequential_forward(self.path, handle)]
         else:
             forwards = [lambda *args, **kwargs: handle((args, kwargs))]
-        saved = [module.__dict__.get(attribute) for module in targets]
-        for module, forward, current in zip(targets, forwards, saved, strict=True):
-            module.__dict__[attribute] = _ForwardReplacement(
-                self.path, forward, _user_forward_in(current)
-            )
-        try:
+        with forwards_replaced(self.path, targets, attribute, forwards):
             yield
-        finally:
-            _set_forward(targets, attribute, saved)
+
+    def call(self, layer: int, inputs: Tree) -> Tree:
+        """Call the module of a layer; for a training step only, see `PipelinedStep`."""
+        raise NotImplementedError
+
+    def inputs_of(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Tree | Returned:
+        """Run a step up to the module's call; return the call's inputs.
+
+        Args:
+            step: The training step.
+            args: Its arguments.
+
+        Returns:
+            The inputs, as one tree; `Returned` if the step returns None without a call.
+
+        Raises:
+            UnsupportedStepError: If the step returns something else without a call.
+        """
+
+        def stop(inputs: Tree, layer: int | None = None) -> Tree:
+            raise _StopAtCall(inputs)
+
+        try:
+            with self.intercepted(stop):
+                result = step(*args)
+        except _StopAtCall as signal:
+            return signal.inputs
+        if result is not None:
+            raise self._wrong_number_of_calls(0)
+        return Returned(None)
+
+    def finish(
+        self, step: Callable[..., Any], args: tuple[Any, ...], output: Tree, record_call: RecordCall
+    ) -> Any:
+        """Return the result of a step in which the module's call returns the pipeline's output.
+
+        Args:
+            step: The training step.
+            args: Its arguments.
+            output: What the last layer has returned.
+            record_call: Called with the tensors of the call's inputs, and of its output.
+
+        Raises:
+            UnsupportedStepError: If the step makes several calls, or returns a loss without one.
+        """
+        return self._answered(step, args, lambda _: self.output(output), record_call)
+
+    def run_locally(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        layers: LocalLayers,
+        record_call: RecordCall,
+    ) -> Any:
+        """Return the result of a step whose layers run on this rank; see `finish`.
+
+        Args:
+            step: The training step.
+            args: Its arguments.
+            layers: Runs the layers.
+            record_call: Called with the tensors of the call's inputs, and of its output.
+        """
+        return self._answered(step, args, layers.run, record_call)
+
+    def _answered(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        answer: Callable[[Tree], Tree],
+        record_call: RecordCall,
+    ) -> Any:
+        num_calls = 0
+
+        def handle(inputs: Tree, layer: int | None = None) -> Tree:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 1:
+                raise self._wrong_number_of_calls(num_calls)
+            output = answer(inputs)
+            record_call(tensors_of(inputs), tensors_of(output))
+            return output
+
+        with self.intercepted(handle):
+            result = step(*args)
+        if not num_calls and result is not None:
+            raise self._wrong_number_of_calls(0)
+        return result
+
+    def _wrong_number_of_calls(self, num_calls: int) -> UnsupportedStepError:
+        if num_calls:
+            got, fix = "a second call", "Concatenate the inputs and call it once."
+        else:
+            got = "a step that returned without a call"
+            fix = "Name the module that it calls: HeteroPipeStrategy(module='...')."
+        return UnsupportedStepError(
+            f"{type(self.layers.root).__name__}.training_step must call {self.path!r}, the "
+            f"pipelined module, exactly once in every step, got {got}. {fix}"
+        )
 
 
 def _forward_attribute(module: nn.Module) -> str:
@@ -157,120 +294,15 @@ def is_plain_sequential(module: nn.Module) -> bool:
     """
     if not isinstance(module, nn.Sequential):
         return False
-    user_forward = _user_forward_in(vars(module).get("forward"))
+    user_forward = user_forward_in(vars(module).get("forward"))
     return user_forward is None and type(module).forward is nn.Sequential.forward
 
 
-def _has_several_layers(module: nn.Module) -> bool:
+def has_several_layers(module: nn.Module) -> bool:
     return is_plain_sequential(module) or isinstance(module, nn.ModuleList)
 
 
-def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
-    """Return the module to pipeline.
-
-    Args:
-        root: The LightningModule.
-        path: Name of the module, such as "net" or "model.blocks". None selects the only
-            `nn.Sequential` or `nn.ModuleList` with parameters that is not inside another one. If
-            there is none, it selects the only child with parameters.
-
-    Raises:
-        ConfigError: If there is no such module, if it has no layers, or if None fits several.
-    """
-    if path is None:
-        path = _only_candidate(root)
-    try:
-        if not path:
-            raise AttributeError("an empty name")
-        module = root.get_submodule(path)
-    except AttributeError as error:
-        names = [name for name, m in root.named_modules() if _has_several_layers(m) and name]
-        raise ConfigError(
-            f"module must be the name of a module in {type(root).__name__}, got {path!r}. Use one "
-            f"of {names}."
-        ) from error
-    if _has_several_layers(module):
-        pairs = [
-            (n, m) for n, m in module.named_modules(remove_duplicate=False) if n and "." not in n
-        ]
-        if not pairs:
-            raise ConfigError(
-                f"module must be the name of a module with at least one layer, got {path!r}, which "
-                "is empty. Name another module, or put layers into this one."
-            )
-        layers = {f"{path}.{name}": layer for name, layer in pairs}
-    else:
-        layers = {path: module}
-    return PipelinedModule(path, module, ModelLayers(root, tuple(layers), tuple(layers.values())))
-
-
-def require_layers(pipelined: PipelinedModule, stages: int, uncut_reason: str = "") -> None:
-    """Check that every stage can get a layer.
-
-    Args:
-        pipelined: The module.
-        stages: Number of stages.
-        uncut_reason: Why the module's own code could not be cut; empty if that was not tried.
-
-    Raises:
-        ConfigError: If there are fewer layers than stages.
-    """
-    count = len(pipelined.layers.modules)
-    if count < stages:
-        kind = type(pipelined.module).__name__
-        if isinstance(pipelined.module, nn.Sequential) and not is_plain_sequential(
-            pipelined.module
-        ):
-            kind += ", an nn.Sequential with a forward of its own"
-        if uncut_reason:
-            raise ConfigError(
-                f"The pipelined module {pipelined.path!r} ({kind}) must be one that can be cut "
-                f"into {stages} stages, got one that cannot be cut: {uncut_reason} Or train it "
-                "whole on each device, with HeteroPipeStrategy(stages=1)."
-            )
-        raise ConfigError(
-            f"The pipelined module {pipelined.path!r} ({kind}) must have at least one layer for "
-            f"each of the {stages} stages, got {count} layer{'s' if count != 1 else ''}. "
-            f"Use devices={count}, HeteroPipeStrategy(stages={count}), or put more layers into one "
-            "nn.Sequential."
-        )
-
-
-def _only_candidate(root: nn.Module) -> str:
-    """Return the name of the only module that can be pipelined; see `find_pipelined_module`."""
-    containers: list[tuple[str, nn.Module]] = [
-        (name, m)
-        for name, m in root.named_modules()
-        if name and _has_several_layers(m) and any(True for _ in m.parameters())
-    ]
-    outermost = [
-        (n, m)
-        for n, m in containers
-        if not any(n.startswith(f"{other}.") for other, _ in containers)
-    ]
-    children = [(name, m) for name, m in root.named_children() if any(True for _ in m.parameters())]
-    if len(outermost) == 1:
-        return outermost[0][0]
-    if len(children) == 1:
-        # Its own code is cut into layers.
-        return children[0][0]
-    names = [name for name, _ in (outermost or children)]
-    rule = "module must be the name of the module to cut into stages, got None"
-    if not names:
-        raise ConfigError(
-            f"{rule}, and {type(root).__name__} has no module with parameters. Make its layers in "
-            "the LightningModule's constructor or configure_model, as one nn.Sequential."
-        )
-    raise ConfigError(
-        f"{rule}, and {type(root).__name__} has {len(names)} modules that could be the pipeline "
-        f"({', '.join(names)}). Name the one with most of the computation, such as "
-        f"HeteroPipeStrategy(module={names[0]!r}). All others are not cut: every rank holds them "
-        "whole. In training_step, code before the named module runs on the first stage, and code "
-        "after it runs on the last."
-    )
-
-
-def _sequential_forward(path: str, handler: Handler) -> Callable[..., Tree]:
+def _sequential_forward(path: str, handler: Callable[[Tree], Tree]) -> Callable[..., Tree]:
     """Return the replacement for the forward of an `nn.Sequential`."""
 
     def forward(*args: Any, **kwargs: Any) -> Tree:
@@ -285,60 +317,6 @@ def _sequential_forward(path: str, handler: Handler) -> Callable[..., Tree]:
     return forward
 
 
-class _ForwardReplacement:
-    """Replacement for a module's forward, in the module's `__dict__`.
-
-    A deep copy of the module does not get a copy of the replacement, which would run the original
-    module. It gets a function that refuses the call.
-
-    Attributes:
-        user_forward: The function that user code had put in this place; None without one.
-    """
-
-    def __init__(self, path: str, forward: Callable[..., Tree], user_forward: Any) -> None:
-        self._path, self._forward, self.user_forward = path, forward, user_forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tree:
-        return self._forward(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> Callable[..., Tree]:
-        path = self._path
-
-        def refuse(*args: Any, **kwargs: Any) -> Tree:
-            raise UnsupportedStepError(
-                f"A copy of {path!r}, the pipelined module, must be made before the run, got a "
-                "call of a copy that was made during the run: it has the weights of one stage "
-                "only. Make copies in the LightningModule's constructor."
-            )
-
-        return refuse
-
-
-def _user_forward_in(value: Any) -> Any:
-    """Return the user's own function in a module's `__dict__`, below any replacement."""
-    return value.user_forward if isinstance(value, _ForwardReplacement) else value
-
-
-@contextmanager
-def _original_forward(modules: Sequence[nn.Module], attribute: str) -> Iterator[None]:
-    """Context manager in which modules have their original forward, so that their layers can
-    run."""
-    current = [module.__dict__.get(attribute) for module in modules]
-    _set_forward(modules, attribute, list(map(_user_forward_in, current)))
-    try:
-        yield
-    finally:
-        _set_forward(modules, attribute, current)
-
-
-def _set_forward(modules: Sequence[nn.Module], attribute: str, values: Sequence[Any]) -> None:
-    """Set an attribute in the `__dict__` of each module; None removes it."""
-    for module, value in zip(modules, values, strict=True):
-        module.__dict__.pop(attribute, None)
-        if value is not None:
-            module.__dict__[attribute] = value
-
-
 class _SingleLayer:
     """A module of any class as one layer; its input tree is (args, kwargs)."""
 
@@ -347,7 +325,7 @@ class _SingleLayer:
 
     def __call__(self, inputs: Tree) -> Tree:
         args, kwargs = inputs
-        with _original_forward([self._module], _forward_attribute(self._module)):
+        with original_forward([self._module], _forward_attribute(self._module)):
             return self._module(*args, **kwargs)
 
 
@@ -358,7 +336,7 @@ def _run_captured(
     before_layer: Callable[[int], None] = lambda layer: None,
     copies: Mapping[int, nn.Module] | None = None,
 ) -> Tree:
-    with _original_forward([captured.module], "forward"):
+    with original_forward([captured.module], "forward"):
         return captured.run(layers, inputs, before_layer=before_layer, copies=copies)
 
 
@@ -389,6 +367,6 @@ class _ListMember:
 
     def __call__(self, inputs: Tree) -> Tree:
         first, args, kwargs = inputs
-        with _original_forward([self._module], _compat.CALL):
+        with original_forward([self._module], _compat.CALL):
             output = self._module(first, *args, **kwargs)
         return output if self._is_last else (output, args, kwargs)

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric
 
+from lightning_dlres.core import rng
 from lightning_dlres.pipeline.execute.layer_settings import LayerSettings
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
 from lightning_dlres.strategies.hetero_pipe.replay.attributes import UserState
@@ -20,7 +21,10 @@ from lightning_dlres.strategies.hetero_pipe.replay.trainer_settings import setti
 from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import UntrackedState
 from lightning_dlres.strategies.hetero_pipe.replay.user_objects import is_data_source
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import PipelinedModule
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import PipelinedStep
 
+# What is cut into stages.
+Pipelined = PipelinedModule | PipelinedStep
 # Takes a batch and the sizes of its parts in samples, and returns the parts.
 SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
 
@@ -43,7 +47,7 @@ class StepContext:
     """
 
     module: LightningModule
-    pipelined: PipelinedModule
+    pipelined: Pipelined
     metrics: MetricStates
     device: torch.device
     precision: Callable[[], AbstractContextManager[Any]]
@@ -51,9 +55,11 @@ class StepContext:
     layer_tensors: LayerTensors = field(default_factory=LayerTensors)
 
     def __post_init__(self) -> None:
+        # Restores the random state from the start of the current step.
+        self.rewind_random_state: Callable[[], None] = rng.rewinder(self.device)
         self.pipeline(self.pipelined)
 
-    def pipeline(self, pipelined: PipelinedModule) -> None:
+    def pipeline(self, pipelined: Pipelined) -> None:
         """Set the module that is cut into stages, with other layers than before."""
         self.pipelined = pipelined
         layers = pipelined.layers

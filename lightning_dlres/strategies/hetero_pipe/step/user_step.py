@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_dlres.core import rng
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.pipeline.capture.crossing import Returned
 from lightning_dlres.pipeline.execute.runtime import SKIPPED
 from lightning_dlres.pipeline.stage.microbatch import cut_batch
 from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord
@@ -30,18 +31,9 @@ from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import (
     graph_leaves,
     layer_weight_error,
 )
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import LocalLayers
 from lightning_dlres.strategies.hetero_pipe.step.single_device_view import single_device_view
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
-
-
-class _StopAtCall(BaseException):
-    """Signal that ends the first stage's run at the call of the pipelined module.
-
-    It is not an Exception, so that `except Exception` in user code does not catch it.
-    """
-
-    def __init__(self, inputs: Tree) -> None:
-        self.inputs = inputs
 
 
 @dataclass
@@ -93,6 +85,7 @@ class LightningStep:
     def __post_init__(self) -> None:
         context = self.context
         self._rewind_random_state = rng.rewinder(context.device)
+        context.rewind_random_state = self._rewind_random_state
         # New metrics must be known before the effects take a snapshot of all.
         context.register_metrics()
         layers = context.pipelined.layers
@@ -110,24 +103,14 @@ class LightningStep:
             UnsupportedStepError: If the step does not call the module, uses a layer's weight before
                 the call, or changes a setting of a layer.
         """
-
-        def stop(inputs: Tree) -> Tree:
-            raise _StopAtCall(inputs)
-
-        module = self.context.module
+        pipelined, step = self.context.pipelined, self.context.module.training_step
         with self.undone(), self._layer_settings_restored():
-            try:
-                with (
-                    self._user_code(PipelinedWeightGuard(self.context.layer_tensors)),
-                    self.context.pipelined.intercepted(stop),
-                ):
-                    result = module.training_step(*self._batch_args())
-            except _StopAtCall as signal:
-                self._refuse_gradients_past_pipeline(tensors_of(signal.inputs))
-                return signal.inputs
-        if result is None:
+            with self._user_code(PipelinedWeightGuard(self.context.layer_tensors)):
+                inputs = pipelined.inputs_of(step, self._batch_args())
+        if isinstance(inputs, Returned):
             return SKIPPED
-        raise self._wrong_number_of_calls(0)
+        self._refuse_gradients_past_pipeline(tensors_of(inputs))
+        return inputs
 
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor | None:
         """Run the step with `output` as the result of the module's call and return the loss.
@@ -167,7 +150,9 @@ class LightningStep:
                 # goes on after a change, so it undoes the changes of every run.
                 self._layer_settings_restored() if self.is_trial or is_first_run else nullcontext(),
             ):
-                result = self._result_of(args, lambda _: context.pipelined.output(output), guard)
+                result = context.pipelined.finish(
+                    context.module.training_step, args, output, guard.record_call
+                )
             self.effects.collect(run)
         loss = self._loss_of(result, is_whole=len(sizes) == 1 or microbatch is None)
         self._refuse_gradients_past_pipeline([] if loss is None else [loss])
@@ -224,7 +209,7 @@ class LightningStep:
         self.effects.restore_metrics()
 
     def run_whole(
-        self, guard: LayerTensorGuard, layers: Callable[[Tree], Tree]
+        self, guard: LayerTensorGuard, layers: LocalLayers
     ) -> tuple[Tensor, list[LogRecord]]:
         """Run the whole step on this rank; return the loss and the calls of `self.log`.
 
@@ -232,8 +217,7 @@ class LightningStep:
 
         Args:
             guard: Guard that records the tensors that layers make.
-            layers: Function that runs all layers in place of the module: from the inputs of the
-                module's call to the last layer's output.
+            layers: Runs the layers.
 
         Raises:
             UnsupportedStepError: If the step does not call the module exactly once, makes an
@@ -242,7 +226,9 @@ class LightningStep:
         context = self.context
         with self.effects.isolated(context.layer_tensors, guard.layer_tensors) as run:
             with self._user_code(guard):
-                result = self._result_of(self._batch_args(), layers, guard)
+                result = context.pipelined.run_locally(
+                    context.module.training_step, self._batch_args(), layers, guard.record_call
+                )
         loss = self._loss_of(result, is_whole=True)
         if loss is None:
             raise UnsupportedStepError("training_step returned None, which shows no loss")
@@ -270,40 +256,6 @@ class LightningStep:
         single-device view and a guard."""
         with self.context.precision(), single_device_view("training_step"), guard:
             yield
-
-    def _result_of(
-        self, args: tuple[Any, ...], answer: Callable[[Tree], Tree], guard: PipelinedWeightGuard
-    ) -> Any:
-        """Return the result of `training_step`, in which the module's call returns
-        `answer(inputs)`; refuse a step that makes several calls, or returns a loss without one."""
-        num_calls = 0
-
-        def handle(inputs: Tree) -> Tree:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls > 1:
-                raise self._wrong_number_of_calls(num_calls)
-            output = answer(inputs)
-            guard.record_call(tensors_of(inputs), tensors_of(output))
-            return output
-
-        with self.context.pipelined.intercepted(handle):
-            result = self.context.module.training_step(*args)
-        if not num_calls and result is not None:
-            raise self._wrong_number_of_calls(0)
-        return result
-
-    def _wrong_number_of_calls(self, num_calls: int) -> UnsupportedStepError:
-        if num_calls:
-            got, fix = "a second call", "Concatenate the inputs and call it once."
-        else:
-            got = "a step that returned without a call"
-            fix = "Name the module that it calls: HeteroPipeStrategy(module='...')."
-        return UnsupportedStepError(
-            f"{type(self.context.module).__name__}.training_step must call "
-            f"{self.context.pipelined.path!r}, the pipelined module, exactly once in every step, "
-            f"got {got}. {fix}"
-        )
 
     def _watch_gradients(self, output: Tree) -> None:
         # The hooks refer to the list only: a reference to this step would keep the step alive. They
@@ -374,3 +326,35 @@ class LightningStep:
             extra = {key: value for key, value in result.items() if key != "loss"}
             self.extra = map_tensors(lambda t: t.detach().clone(), extra)
         return loss.reshape(())
+
+
+@contextmanager
+def opened_between_layers(context: StepContext) -> Iterator[Callable[..., Any]]:
+    """Context manager in which `training_step` runs so that it leaves nothing behind.
+
+    The random state is that from the start of the step.
+
+    Yields:
+        Function that returns the step's result, and the tensors that it logs.
+    """
+    rewind_later = rng.rewinder(context.device)
+    effects = StepEffects(
+        context.module, context.pipelined.layers, context.state, context.metrics, context.device
+    )
+    context.rewind_random_state()
+    try:
+        with (
+            context.metrics.isolated(),
+            effects.isolated(context.layer_tensors) as run,
+            context.precision(),
+            single_device_view("training_step"),
+            PipelinedWeightGuard(context.layer_tensors),
+        ):
+
+            def code(*args: Any) -> list[Any]:
+                result = context.module.training_step(*args)
+                return [result, [log.value for log in run.logs if isinstance(log.value, Tensor)]]
+
+            yield code
+    finally:
+        rewind_later()

@@ -16,7 +16,7 @@ from lightning_dlres.pipeline.profile.config import ProfileSamples
 from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.strategies.hetero_pipe.data.profile_samples import read_samples
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
+from lightning_dlres.strategies.hetero_pipe.step.module_search import find_pipelined_module
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 from tests.support.models import QUIET, Samples
 from tests.support.training_cases import Classifier

@@ -14,7 +14,7 @@ from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
 from lightning_dlres.strategies.hetero_pipe.replay.attributes import UserState
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 from lightning_dlres.strategies.hetero_pipe.replay.step_effects import StepEffects
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
+from lightning_dlres.strategies.hetero_pipe.step.module_search import find_pipelined_module
 from tests.support.models import QUIET
 
 

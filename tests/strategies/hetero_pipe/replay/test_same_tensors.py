@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_dlres.strategies.hetero_pipe.replay.buffers import NonPipelinedBuffers
 from lightning_dlres.strategies.hetero_pipe.replay.user_objects import same_tensors
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
+from lightning_dlres.strategies.hetero_pipe.step.module_search import find_pipelined_module
 from tests.support.training_cases import Classifier
 
 NAN = float("nan")

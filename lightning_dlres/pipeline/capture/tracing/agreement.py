@@ -16,8 +16,8 @@ from lightning_dlres.pipeline.capture.block_calls import (
     without_graph,
     without_graphs,
 )
+from lightning_dlres.pipeline.capture.crossing import without_objects
 from lightning_dlres.pipeline.capture.modes import Mode, seed_layer, trial
-from lightning_dlres.pipeline.capture.running import without_objects
 from lightning_dlres.pipeline.deferred.values import has_deferred
 
 if TYPE_CHECKING:
@@ -48,37 +48,50 @@ def check_agreement(
 
 
 def _output(captured: CapturedModule, inputs: Tree) -> Tree:
-    """Return the output of the module's own forward, with the random numbers of `_check`."""
+    """Return the output of the module's own code, with the random numbers of `_check`."""
+    is_step, count = captured.is_step, len(captured.blocks)
 
     def call(layer: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        if layer > 0:
+        if layer > 0 or is_step:
             seed_layer(layer)
         target = with_values(block, (args, kwargs))
         output = original_call(target, args, kwargs)
+        if is_step and layer == count - 1:
+            seed_layer(count)
         return output if target is block else without_graphs(output, args, kwargs)
 
     args, kwargs = map_tensors(Tensor.clone, inputs)
-    seed_layer(0)
-    with calls_replaced(dict(enumerate(captured.blocks)), call):
-        return captured.module.forward(*args, **kwargs)
+    seed_layer(-1 if is_step else 0)
+    with captured.opened() as code, calls_replaced(dict(enumerate(captured.blocks)), call):
+        return code(*args, **kwargs)
 
 
 def _check(captured: CapturedModule, inputs: Tree, expected: Tree) -> None:
     """Run the layers one by one; raise unless they give the output of the module."""
-    crossing = map_tensors(Tensor.clone, inputs)
+    crossing, step = map_tensors(Tensor.clone, inputs), captured.step
+    if step is not None:
+        crossing = captured.begin(step, crossing, seed_layer)
     for layer in range(len(captured.blocks)):
+        # As between stages; code may ask for a tensor's graph, or if it is a leaf.
+        crossing = map_tensors(without_graph, crossing)
         block = captured.blocks[layer]
         copies = {layer: with_values(block, crossing)} if has_deferred(block) else {}
         layers = range(layer, layer + 1)
         crossing = captured.run(layers, crossing, before_layer=seed_layer, copies=copies)
-        # As between stages; code may ask for a tensor's graph, or if it is a leaf.
-        crossing = map_tensors(without_graph, crossing)
-    ours, theirs = tensors_of(captured.output(crossing)), tensors_of(without_objects(expected))
+    crossing = map_tensors(without_graph, crossing)
+    if step is None:
+        output = captured.output(crossing)
+    else:
+        seed_layer(-1)
+        arguments = map_tensors(Tensor.clone, inputs)
+        output = captured.finish(step, crossing, arguments, seed_layer)
+    ours, theirs = tensors_of(output), tensors_of(without_objects(expected))
     if len(ours) != len(theirs) or not all(map(_is_close, ours, theirs)):
+        place = "training_step" if step is not None else "forward"
         raise UnsupportedStepError(
-            f"{type(captured.module).__name__} must give the same output if its submodules run on "
-            "different ranks, got another output. Its submodules must pass tensors to each other "
-            "only by their arguments and results."
+            f"The {place} of {type(captured.module).__name__} must give the same output if its "
+            "submodules run on different ranks, got another output. Its submodules must pass "
+            "tensors to each other only by their arguments and results."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from lightning_dlres.pipeline.capture.block_calls import (
     without_graphs,
 )
 from lightning_dlres.pipeline.capture.glue_mode import GlueMode
-from lightning_dlres.pipeline.capture.inside_of_blocks import InsideOfBlocks
 from lightning_dlres.pipeline.capture.operations import (
     TENSOR_HOOKS,
     is_decision,
@@ -34,6 +33,13 @@ from lightning_dlres.pipeline.capture.operations import (
 from lightning_dlres.pipeline.capture.placeholders.block_output import BlockOutput
 from lightning_dlres.pipeline.capture.placeholders.skeleton import meta_of
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Event, Trace, Value
+from lightning_dlres.pipeline.capture.tracing.inside_of_blocks import InsideOfBlocks
+from lightning_dlres.pipeline.capture.tracing.tensor_states import (
+    random_states,
+    tensors_in_output,
+    version,
+    written_storages,
+)
 
 # Attributes of every module; those of PyTorch's own.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -63,6 +69,10 @@ class Recorder(GlueMode):
         outputs: Description of the output of each block, by index. Blocks then do not run, and
             return zeros. None lets them run.
         decisions: Results of the first operations that read values of tensors.
+        step: Opens the training step that runs in the place of the module's forward, as
+            `captured.OpenStep`; None for the forward.
+        last: Block after which the code of a step may do anything; None if no block is known to be
+            the last one.
     """
 
     def __init__(
@@ -72,8 +82,12 @@ class Recorder(GlueMode):
         before_block: Callable[[int], None],
         outputs: Mapping[int, BlockOutput] | None = None,
         decisions: Sequence[Any] = (),
+        *,
+        step: Callable[[], AbstractContextManager[Callable[..., Any]]] | None = None,
+        last: int | None = None,
     ) -> None:
         super().__init__()
+        self._step, self._last, self._is_over = step, last, False
         self._outputs, self._given_decisions, self._num_decisions = outputs, decisions, 0
         self._module, self._names = module, list(blocks)
         self._blocks, self._before_block = dict(enumerate(blocks.values())), before_block
@@ -123,16 +137,20 @@ class Recorder(GlueMode):
     def _run(self, args: Any, kwargs: Any) -> Trace:
         for position, tensor in enumerate(tensors_of((args, kwargs))):
             self._define(Value(INPUT, 0, position), tensor)
-        self._before_block(0)
+        self._before_block(-1 if self._step else 0)
         given = {id(tensor) for tensor in tensors_in((args, kwargs))}
-        self.set_active(True)
-        try:
-            with calls_replaced(self._blocks, self._call):
-                output = self._module.forward(*args, **kwargs)
-        finally:
-            self.set_active(False)
+        self._arguments = args, kwargs, given
+        with self._step() if self._step else nullcontext(self._module.forward) as code:
+            # Only now is this the innermost mode.
+            self.set_active(True)
+            try:
+                with calls_replaced(self._blocks, self._call):
+                    output = code(*args, **kwargs)
+            finally:
+                self.set_active(False)
         tensors = list(tensors_in_output(output))
-        self._note_own_functions(tensors, "return")
+        if not self._is_over:
+            self._note_own_functions(tensors, "return")
         outputs = tuple(self._value(tensor) for tensor in tensors if self._is_known(tensor))
         events = (
             replace(event, is_wrapped=True, is_local=True)
@@ -140,14 +158,32 @@ class Recorder(GlueMode):
             else event
             for event in self._events
         )
-        trace = Trace(tuple(events), dict(self._storages), outputs)
-        for name, tensor in self._kept_elsewhere(args, kwargs, given):
+        trace = Trace(tuple(events), dict(self._storages), outputs, prefix=self._prefix())
+        if not self._is_over:
+            self._refuse_kept(trace)
+        return trace
+
+    def _prefix(self) -> int | None:
+        """Return the number of events before the first block of a step; None for a module."""
+        if self._step is None:
+            return None
+        calls = (at for at, event in enumerate(self._events) if event.block is not None)
+        return next(calls, len(self._events))
+
+    @property
+    def _place(self) -> str:
+        """Name of the recorded code, for messages."""
+        name = type(self._module).__name__
+        return f"{name}.training_step" if self._step else f"The forward of {name}"
+
+    def _refuse_kept(self, trace: Trace) -> None:
+        """Check that no tensor of a layer is kept where the trace does not show its use."""
+        for name, tensor in self._kept_elsewhere(*self._arguments):
             if self._is_known(tensor) and storage_key(tensor) in trace.made_by_layers:
                 raise UnsupportedStepError(
-                    f"The forward of {type(self._module).__name__} must pass tensors on by its "
+                    f"{self._place} must pass tensors on by its "
                     f"result only, got {name}, which keeps one. Return it, or keep a number."
                 )
-        return trace
 
     def _kept_elsewhere(
         self, args: Any, kwargs: Any, given: Collection[int]
@@ -177,13 +213,13 @@ class Recorder(GlueMode):
             arguments = list(tensors_in_output((args, kwargs)))
             self._note_own_functions(arguments, name)
             inputs = tuple(self._value(t) for t in arguments if self._is_known(t))
-            versions = [_version(t) for t in arguments]
+            versions = [version(t) for t in arguments]
             if index > 0:
                 self._before_block(index)
             around = checkpoint_around(_TOP)
             if around == "reentrant":
                 raise UnsupportedStepError(
-                    f"The forward of {type(self._module).__name__} must use checkpoints that are "
+                    f"{self._place} must use checkpoints that are "
                     f"not reentrant, got a reentrant one around {name!r}. Set use_reentrant=False."
                 )
             if self._outputs is not None:
@@ -194,7 +230,7 @@ class Recorder(GlueMode):
                     output = original_call(target, args, kwargs)
                 if target is not block:
                     output = without_graphs(output, args, kwargs)
-            written = _written(arguments, versions)
+            written = written_storages(arguments, versions)
             try:
                 self.outputs[index] = BlockOutput.of(output, args, kwargs)
             except ConfigError as error:
@@ -213,6 +249,9 @@ class Recorder(GlueMode):
                     is_checkpointed=bool(around),
                 )
             )
+            if self._step and index == self._last:
+                self._refuse_kept(Trace(tuple(self._events), dict(self._storages), ()))
+                self._is_over = True
             return output
         finally:
             self.set_active(True)
@@ -224,29 +263,31 @@ class Recorder(GlueMode):
         name = operation_name(function)
         if is_metadata(name, args, kwargs):
             return function(*args, **kwargs)
+        if self._is_over:
+            return self._after_blocks(name, function, args, kwargs)
         if name in TENSOR_HOOKS:
             raise UnsupportedStepError(
-                f"The forward of {type(self._module).__name__} must not register hooks of tensors "
+                f"{self._place} must not register hooks of tensors "
                 f"between its submodules, got {name}: two stages may have the tensor. Register it "
                 "in a submodule."
             )
         arguments = list(tensors_in((args, kwargs)))
-        versions = [_version(tensor) for tensor in arguments]
-        state = _random_states(arguments)
+        versions = [version(tensor) for tensor in arguments]
+        state = random_states(arguments)
         result = function(*args, **kwargs)
         is_local = False
         for tensor in arguments:
             is_local |= self._note_use(tensor, "", name)
             if not self._is_known(tensor) and self._inner.has(tensor):
                 raise UnsupportedStepError(
-                    f"The forward of {type(self._module).__name__} must use only what its "
+                    f"{self._place} must use only what its "
                     f"submodules return, got {name} of a tensor that a submodule keeps elsewhere. "
                     "Return it from the submodule."
                 )
-        written = _written(arguments, versions)
+        written = written_storages(arguments, versions)
         for storage in written & self._buffers.keys():
             raise UnsupportedStepError(
-                f"The forward of {type(self._module).__name__} must change buffers in submodules "
+                f"{self._place} must change buffers in submodules "
                 f"only, got a change of {self._buffers[storage]!r} between their calls. Move it "
                 "into a submodule."
             )
@@ -261,7 +302,7 @@ class Recorder(GlueMode):
         reads_values = is_decision(function, name, arguments, outputs)
         if reads_values:
             result = self._decided(result)
-        is_random = not all(map(torch.equal, state, _random_states(arguments)))
+        is_random = not all(map(torch.equal, state, random_states(arguments)))
         self._events.append(
             Event(
                 name,
@@ -273,11 +314,22 @@ class Recorder(GlueMode):
                 metas=tuple(meta_of(tensor) for tensor in outputs),
                 returned=next((i for i, t in enumerate(arguments) if t is result), None),
                 is_local=is_local or is_random,
+                is_random=is_random,
                 reads_values=reads_values,
                 decision=plain(result) if reads_values else None,
             )
         )
         return result
+
+    def _after_blocks(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operation after the last block, where a step may do anything."""
+        arguments = list(tensors_in((args, kwargs)))
+        for tensor in arguments:
+            self._note_use(tensor, "", name)
+        inputs = tuple(self._value(t) for t in arguments if self._is_known(t))
+        if inputs:
+            self._events.append(Event(name, None, inputs))
+        return function(*args, **kwargs)
 
     def _note_use(self, tensor: Tensor, block: str, operation: str) -> bool:
         """Note that an operation uses a tensor; return True for a trainable parameter.
@@ -317,7 +369,7 @@ class Recorder(GlueMode):
                 self._own.add(value)
             elif is_changed or (made_by is not None and value is None):
                 raise UnsupportedStepError(
-                    f"The forward of {type(self._module).__name__} must use tensors that it, its "
+                    f"{self._place} must use tensors that it, its "
                     f"submodules or operations of torch have made, got {operation} of one with "
                     f"{type(made_by).__name__}. Move the code that makes it into a submodule with "
                     "parameters."
@@ -327,7 +379,7 @@ class Recorder(GlueMode):
         """Refuse an activation checkpoint of glue: it would run blocks in it again, too."""
         if checkpoint_around(_TOP):
             raise UnsupportedStepError(
-                f"The forward of {type(self._module).__name__} must call torch.utils.checkpoint "
+                f"{self._place} must call torch.utils.checkpoint "
                 f"for its submodules only, got one around {operation}. Move the function that it "
                 "runs into a submodule."
             )
@@ -370,7 +422,7 @@ class Recorder(GlueMode):
             self._storages[value] = storage_key(tensor)
         except NotImplementedError as error:
             raise UnsupportedStepError(
-                f"The forward of {type(self._module).__name__} must not use torch.func or "
+                f"{self._place} must not use torch.func or "
                 f"torch.vmap between its submodules, got {error}. Move the code into a submodule "
                 "with parameters."
             ) from error
@@ -384,32 +436,3 @@ class Recorder(GlueMode):
 
 # A search for checkpoints around an operation ends here.
 _TOP = Recorder.run.__code__
-
-
-def _random_states(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the state of the CPU's random generator, and of those of the tensors' devices."""
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-
-
-def tensors_in_output(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in data; objects of other classes are left out."""
-    try:
-        yield from tensors_of(value)
-    except ConfigError:
-        yield from tensors_in(value)
-
-
-def _version(tensor: Tensor) -> int:
-    with suppress(RuntimeError):
-        return tensor._version
-    return 0
-
-
-def _written(tensors: list[Tensor], versions: list[int]) -> frozenset[int]:
-    """Return the storages of the tensors whose version has changed."""
-    return frozenset(
-        storage_key(tensor)
-        for tensor, version in zip(tensors, versions, strict=True)
-        if _version(tensor) != version
-    )

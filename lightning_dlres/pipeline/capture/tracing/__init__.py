@@ -1,0 +1,1 @@
+"""Tracing of the code of modules and steps, to find their layers."""

@@ -1,0 +1,71 @@
+"""Cutting of the pipelined module, or of the training step, on the first samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_dlres.core import rng
+from lightning_dlres.core.errors import DlresError
+from lightning_dlres.core.wire.tree import Tree, map_tensors
+from lightning_dlres.pipeline.execute.runtime import SKIPPED
+from lightning_dlres.pipeline.profile.config import ProfileSamples
+from lightning_dlres.strategies.hetero_pipe.step.step_context import Pipelined, StepContext
+from lightning_dlres.strategies.hetero_pipe.step.user_step import (
+    LightningStep,
+    opened_between_layers,
+)
+
+
+class SkippedSamplesError(DlresError):
+    """Error of samples for which `training_step` returns None before the module's call."""
+
+
+def cut_on_samples(context: StepContext, samples: ProfileSamples) -> Pipelined:
+    """Return the context's pipelined module cut into layers, if it has none of its own.
+
+    Args:
+        context: Context of the user's steps.
+        samples: The first samples.
+
+    Raises:
+        UnsupportedStepError: If the code cannot be cut. The user's code may raise anything else.
+    """
+    pipelined = context.pipelined
+    context.rewind_random_state = rng.rewinder(context.device)
+    inputs: Tree = (context.trial_args(samples.batches[0]), {})
+    if not pipelined.is_step:
+        inputs = samples.inputs[0]
+    homes = {p.device for p in pipelined.module.parameters() if not p.is_meta}
+    if len(homes) == 1:
+        home = homes.pop()
+        inputs = map_tensors(lambda tensor: tensor.to(home), inputs)
+    return pipelined.captured_on(context.module, inputs, partial(opened_between_layers, context))
+
+
+def with_inputs(context: StepContext, samples: ProfileSamples) -> ProfileSamples:
+    """Return samples with the inputs of the first layer, after a step has been cut."""
+    if samples.inputs:
+        return samples
+    rewind_random_state = rng.rewinder(context.device)
+    try:
+        return replace(samples, inputs=[module_inputs(context, b) for b in samples.batches])
+    finally:
+        rewind_random_state()
+
+
+def module_inputs(context: StepContext, batch: Any) -> Tree:
+    """Return the inputs of the pipelined module for a batch.
+
+    Raises:
+        SkippedSamplesError: If `training_step` skips the batch.
+    """
+    step = LightningStep(context, context.trial_args(batch), keeps_batch=True, is_trial=True)
+    with torch.no_grad():
+        inputs = step.module_inputs()
+    if inputs is SKIPPED:
+        raise SkippedSamplesError("training_step returned None for the first samples")
+    return inputs

@@ -1,0 +1,134 @@
+"""Search for the module, or the training step, that is cut into stages."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.pipeline.execute.partition import ModelLayers
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
+    PipelinedModule,
+    has_several_layers,
+    is_plain_sequential,
+)
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import TRAINING_STEP, PipelinedStep
+
+
+def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule | PipelinedStep:
+    """Return the module to pipeline.
+
+    Args:
+        root: The LightningModule.
+        path: Name of the module, such as "net" or "model.blocks", or "training_step" for the step.
+            None selects the only `nn.Sequential` or `nn.ModuleList` with parameters that is not
+            inside another one. If there is none, it selects the only child with parameters. If
+            there are several, it selects the step.
+
+    Raises:
+        ConfigError: If there is no such module, or if it has no layers.
+    """
+    if path is None:
+        path = _only_candidate(root)
+    if path == TRAINING_STEP:
+        return PipelinedStep.of(root)
+    try:
+        if not path:
+            raise AttributeError("an empty name")
+        module = root.get_submodule(path)
+    except AttributeError as error:
+        names = [name for name, m in root.named_modules() if has_several_layers(m) and name]
+        raise ConfigError(
+            f"module must be the name of a module in {type(root).__name__}, got {path!r}. Use one "
+            f"of {names}."
+        ) from error
+    if has_several_layers(module):
+        pairs = [
+            (n, m) for n, m in module.named_modules(remove_duplicate=False) if n and "." not in n
+        ]
+        if not pairs:
+            raise ConfigError(
+                f"module must be the name of a module with at least one layer, got {path!r}, which "
+                "is empty. Name another module, or put layers into this one."
+            )
+        layers = {f"{path}.{name}": layer for name, layer in pairs}
+    else:
+        layers = {path: module}
+    return PipelinedModule(path, module, ModelLayers(root, tuple(layers), tuple(layers.values())))
+
+
+def require_layers(
+    pipelined: PipelinedModule | PipelinedStep, stages: int, uncut_reason: str = ""
+) -> None:
+    """Check that every stage can get a layer.
+
+    Args:
+        pipelined: The module.
+        stages: Number of stages.
+        uncut_reason: Why the module's own code could not be cut; empty if that was not tried.
+
+    Raises:
+        ConfigError: If there are fewer layers than stages.
+    """
+    count = len(pipelined.layers.modules)
+    if isinstance(pipelined, PipelinedStep) and uncut_reason:
+        root, names = pipelined.module, [n for n, _ in _candidates(pipelined.module)]
+        raise ConfigError(
+            f"{type(root).__name__}.training_step must be one that can be cut into stages, got one "
+            f"that cannot be cut: {uncut_reason} Or name the module with most of the computation "
+            f"({', '.join(names)}), such as HeteroPipeStrategy(module={names[0]!r}). All others "
+            "are then not cut: every rank holds them whole."
+        )
+    if count < stages:
+        kind = type(pipelined.module).__name__
+        if isinstance(pipelined.module, nn.Sequential) and not is_plain_sequential(
+            pipelined.module
+        ):
+            kind += ", an nn.Sequential with a forward of its own"
+        if uncut_reason:
+            raise ConfigError(
+                f"The pipelined module {pipelined.path!r} ({kind}) must be one that can be cut "
+                f"into {stages} stages, got one that cannot be cut: {uncut_reason} Or train it "
+                "whole on each device, with HeteroPipeStrategy(stages=1)."
+            )
+        raise ConfigError(
+            f"The pipelined module {pipelined.path!r} ({kind}) must have at least one layer for "
+            f"each of the {stages} stages, got {count} layer{'s' if count != 1 else ''}. "
+            f"Use devices={count}, HeteroPipeStrategy(stages={count}), or put more layers into one "
+            "nn.Sequential."
+        )
+
+
+def _candidates(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that could be the pipeline, with their names."""
+    containers: list[tuple[str, nn.Module]] = [
+        (name, m)
+        for name, m in root.named_modules()
+        if name and has_several_layers(m) and any(True for _ in m.parameters())
+    ]
+    outermost = [
+        (n, m)
+        for n, m in containers
+        if not any(n.startswith(f"{other}.") for other, _ in containers)
+    ]
+    return outermost or _children(root)
+
+
+def _children(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, m) for name, m in root.named_children() if any(True for _ in m.parameters())]
+
+
+def _only_candidate(root: nn.Module) -> str:
+    """Return the name of the only module that can be pipelined; see `find_pipelined_module`."""
+    candidates, children = _candidates(root), _children(root)
+    if len(candidates) == 1:
+        return candidates[0][0]
+    if len(children) == 1:
+        # Its own code is cut into layers.
+        return children[0][0]
+    if not children:
+        raise ConfigError(
+            "module must be the name of the module to cut into stages, got None, and "
+            f"{type(root).__name__} has no module with parameters. Make its layers in the "
+            "LightningModule's constructor or configure_model, as one nn.Sequential."
+        )
+    return TRAINING_STEP
