@@ -37,7 +37,8 @@ class PipeOptions:
         stages: Number of stages of a replica, or "auto".
         microbatches: Number of micro-batches of a batch, or "auto".
         schedule: Name of a registered schedule, or "auto".
-        module: Name of the module to cut into stages; None chooses the only candidate.
+        module: Name of the module to cut into stages, or "training_step" for a step that calls
+            several; None chooses the only candidate, and else the step.
         device_map: Ranks of every replica in stage order; None for the planner's choice.
         plan: Plan to use, or the path of its JSON file; None makes a plan before training.
         split_batch: Function that cuts a batch; None cuts along the first dimension.
