@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_dlres.core.wire.tree import Tree, flatten, tensors_of, unflatten
 from lightning_dlres.pipeline.capture.block_calls import calls_replaced, original_call
 from lightning_dlres.pipeline.capture.captured import CapturedModule
+from lightning_dlres.pipeline.capture.tracing.agreement import SeededGlue
 
 Result = tuple[list[Tensor], list[Tensor | None]]
 
@@ -24,14 +25,19 @@ def plain_result(captured: CapturedModule, inputs: Tree) -> Result:
     Random numbers are seeded where the layers are.
     """
 
+    num_calls = [0] * len(captured.blocks)
+
     def call(layer: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        if layer:
-            seed(layer)
+        number = layer + num_calls[layer] * len(captured.blocks)
+        num_calls[layer] += 1
+        if number > 0:
+            seed(number)
         return original_call(block, args, kwargs)
 
     args, kwargs = _copied(inputs)
     seed(0)
-    with calls_replaced(dict(enumerate(captured.blocks)), call):
+    blocks = dict(enumerate(captured.blocks))
+    with SeededGlue(captured.trace, seed) as glue, calls_replaced(blocks, glue.paused(call)):
         output = tensors_of(captured.module(*args, **kwargs))
     parameters = list(captured.module.parameters())
     return _detached(output), _gradients(output, [_gradient(t) for t in output], parameters)

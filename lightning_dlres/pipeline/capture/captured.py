@@ -14,12 +14,12 @@ from lightning_dlres.pipeline.capture.modes import TRAINING, Mode, device_of, mo
 from lightning_dlres.pipeline.capture.paths import Paths
 from lightning_dlres.pipeline.capture.placeholders.shape_inference import ShapeInference
 from lightning_dlres.pipeline.capture.running import SegmentRun
+from lightning_dlres.pipeline.capture.segment_state import OpenStep
+from lightning_dlres.pipeline.capture.trace import Trace
 from lightning_dlres.pipeline.stage.microbatch import parted
 
 # Called with the index of a layer before it runs, such as to seed its random numbers.
 BeforeLayer = Callable[[int], None]
-# Opens a training step: in the context its code may be called, with the step's arguments.
-OpenStep = Callable[[], AbstractContextManager[Callable[..., Any]]]
 # Traces for several samples, and those for one: code may treat a single sample in another way.
 PathsBySize = tuple[Paths, Paths]
 
@@ -143,10 +143,14 @@ class CapturedModule:
         return range(len(self.blocks), len(self.blocks))
 
     @property
+    def trace(self) -> Trace:
+        """First trace in the present mode of the module."""
+        return self._paths[TRAINING if self.step else mode_of(self.module)][0].trace(())
+
+    @property
     def has_sample_outputs(self) -> bool:
         """True if the first dimension of each tensor in the module's output is the samples."""
-        trace = self._paths[mode_of(self.module)][0].trace(())
-        return trace.of_samples.issuperset(trace.outputs)
+        return self.trace.of_samples.issuperset(self.trace.outputs)
 
     def _segment(
         self,

@@ -24,7 +24,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
         samples: Number of samples; -1 in a message that is joined with others.
         sample_value: Index of a tensor whose first dimension is the number of samples; -1 if there
             is none.
-        skeletons: Skeletons of the module's inputs and of the outputs of blocks, in order.
+        skeletons: Skeletons of the outputs of calls, with the number of the call, and of the
+            module's inputs, with -1.
         decisions: Decisions so far. After the last layer, those that are made again are None: for a
             batch that is joined of micro-batches they may be others.
         values: After the last layer, the roles of the values that are sent, as by `role_of`.
@@ -33,7 +34,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
     samples: int
     sample_value: int
-    skeletons: list[Skeleton]
+    skeletons: list[tuple[int, Skeleton]]
     decisions: list[Any]
     values: list[tuple[str, int, int]] | None
     is_single: bool

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from lightning_dlres.pipeline.capture.placeholders.skeleton import Skeleton
+
 # Sources of a value: an input of the module, an output of a block, or a result of glue.
 INPUT, BLOCK, GLUE = "input", "block", "glue"
 
@@ -23,13 +25,18 @@ INPUT, BLOCK, GLUE = "input", "block", "glue"
 _AFTER_ALL = 1 << 62
 
 
+def seed_number(index: int) -> int:
+    """Return the number that stands for a random operation of glue beside those of calls."""
+    return -2 - index
+
+
 @dataclass(frozen=True, order=True)
 class Value:
     """A tensor of a forward.
 
     Attributes:
         source: INPUT, BLOCK or GLUE.
-        index: Index of the block or of the operation of glue; 0 for inputs.
+        index: Number of the block's call or of the operation of glue; 0 for inputs.
         position: Position among the tensors of the inputs or of the result.
     """
 
@@ -45,6 +52,8 @@ class Event:
     Attributes:
         name: Name of the operation or of the block.
         block: Index of the block; None for glue.
+        call: Number of the call of the block: the block's index, plus the number of blocks for each
+            earlier call of the same block; None for glue.
         inputs: Values among the arguments.
         results: Tensors in the result that are new, as values.
         returned: Position of the argument that is the result, as in operations in place; None for
@@ -66,6 +75,7 @@ class Event:
     name: str
     block: int | None
     inputs: tuple[Value, ...]
+    call: int | None = None
     results: tuple[Value, ...] = ()
     aliases: tuple[tuple[int, Value], ...] = ()
     written: frozenset[int] = frozenset()
@@ -98,6 +108,36 @@ class Boundary:
     decided: frozenset[int] = frozenset()
 
 
+class _Dependencies:
+    """Layers whose results an event takes, or whose reads must come before its writes.
+
+    Args:
+        storages: Storage of each value.
+    """
+
+    def __init__(self, storages: Mapping[Value, int]) -> None:
+        self._storages = storages
+        self._made: dict[Value, int] = {}
+        self._written: dict[int, int] = {}
+        self._read: dict[int, int] = {}
+
+    def layer(self, event: Event) -> int:
+        """Return the last of the layers; -1 if there is none."""
+        inputs = [self._made.get(value, -1) for value in event.inputs]
+        inputs += [self._written.get(self._storages[value], -1) for value in event.inputs]
+        return max([-1, *inputs, *(self._read.get(storage, -1) for storage in event.written)])
+
+    def add(self, event: Event, layer: int) -> None:
+        """Add an event, which belongs to a layer."""
+        self._made.update(dict.fromkeys(event.results, layer))
+        for kept, storages in (
+            (self._written, event.written),
+            (self._read, [self._storages[value] for value in event.inputs]),
+        ):
+            for storage in storages:
+                kept[storage] = max(kept.get(storage, -1), layer)
+
+
 @dataclass(frozen=True)
 class Trace:
     """Trace of a forward.
@@ -109,6 +149,8 @@ class Trace:
         of_samples: Values whose first dimension is the samples, as a run with twice as many shows.
         scaled: Values whose shape depends on the number of samples in another way.
         sample_dims: For the values of both, the dimensions that are a multiple of the samples.
+        skeletons: Skeleton of the output of each call, without the number of samples; empty if the
+            number is not known.
         prefix: Number of events before the first block that run once on the whole batch, and whose
             results are then cut; None if every micro-batch runs them.
     """
@@ -119,6 +161,7 @@ class Trace:
     of_samples: frozenset[Value] = frozenset()
     scaled: frozenset[Value] = frozenset()
     sample_dims: Mapping[Value, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    skeletons: Mapping[int, Skeleton] = field(default_factory=dict)
     prefix: int | None = None
 
     @cached_property
@@ -127,9 +170,51 @@ class Trace:
         return frozenset(self._fixed_storages(self.events))
 
     @cached_property
-    def blocks(self) -> tuple[int, ...]:
-        """Indices of the blocks that are called, in order."""
-        return tuple(event.block for event in self.events if event.block is not None)
+    def order(self) -> tuple[int, ...]:
+        """Numbers of the calls of blocks, in order."""
+        return tuple(event.call for event in self.events if event.call is not None)
+
+    @cached_property
+    def has_repeats(self) -> bool:
+        """True if a block is called several times."""
+        return len({event.block for event in self.events if event.block is not None}) < len(
+            self.order
+        )
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Layer of each event: -1 before the first block.
+
+        An event belongs to the layer of the last block before it. If blocks are called several
+        times, it belongs to the last layer whose results it takes, since the calls of one block run
+        on one stage.
+        """
+        last = max((at for at, e in enumerate(self.events) if e.block is not None), default=-1)
+        layers: list[int] = []
+        needed = _Dependencies(self.storages)
+        for at, event in enumerate(self.events):
+            before = layers[-1] if layers else -1
+            if event.block is not None:
+                layer = event.block
+            elif at > last:
+                layer = _AFTER_ALL
+            elif self.has_repeats and before >= 0:
+                layer = max(needed.layer(event), 0)
+            else:
+                layer = before
+            needed.add(event, layer)
+            layers.append(layer)
+        return tuple(layers)
+
+    @cached_property
+    def early_call(self) -> str:
+        """Name of a block that takes what a later layer returns; "" if there is none."""
+        needed = _Dependencies(self.storages)
+        for event, layer in zip(self.events, self.layers, strict=True):
+            if event.block is not None and needed.layer(event) > layer:
+                return event.name
+            needed.add(event, layer)
+        return ""
 
     @cached_property
     def decisions(self) -> tuple[Any, ...]:
@@ -138,8 +223,21 @@ class Trace:
 
     @cached_property
     def calls(self) -> dict[int, Event]:
-        """Calls of blocks, by the index of the block."""
-        return {event.block: event for event in self.events if event.block is not None}
+        """Calls of blocks, by their numbers."""
+        return {event.call: event for event in self.events if event.call is not None}
+
+    @cached_property
+    def glue_layers(self) -> tuple[int, ...]:
+        """Layer of each operation of glue."""
+        pairs = zip(self.events, self.layers, strict=True)
+        return tuple(layer for event, layer in pairs if event.block is None)
+
+    def is_seeded(self, index: int) -> bool:
+        """Return True for a random operation of glue that gets a seed of its own.
+
+        If blocks are called several times, the stages have other calls before it.
+        """
+        return self.has_repeats and self.glue[index].is_random and self.glue_layers[index] >= 0
 
     @cached_property
     def glue(self) -> tuple[Event, ...]:
@@ -162,13 +260,15 @@ class Trace:
         return {}
 
     def _find_boundary(self, block: int) -> Boundary | str:
-        calls = [(at, e.block) for at, e in enumerate(self.events) if e.block is not None]
-        after_all = calls[-1][0] + 1 if calls else 0
-        cut = next((at for at, index in calls if index >= block), after_all)
-        before, after = self.events[:cut], self.events[cut:]
+        layers = list(zip(self.events, self.layers, strict=True))
+        last = max((layer for _, layer in layers if layer < _AFTER_ALL), default=-1)
+        stop = block if block <= last else _AFTER_ALL
+        before = [event for event, layer in layers if layer < stop]
+        after = [event for event, layer in layers if layer >= stop]
         fixed = self._fixed_storages(before)
         prefix, is_end = self.prefix or 0, not any(event.block is not None for event in after)
         needed = self._needed(after, is_end=is_end)
+        decisions = [id(event) for event in self.events if event.reads_values]
         decided: set[int] = set()
         for index, event in enumerate(before):
             if not event.reads_values:
@@ -177,7 +277,7 @@ class Trace:
             if index < prefix and event.inputs and event.decision is None:
                 return f"{event.name} reads values of a whole batch before the first submodule"
             if (is_fixed or index < prefix) and event.decision is not None:
-                decided.add(sum(e.reads_values for e in before[:index]))
+                decided.add(decisions.index(id(event)))
                 continue
             needed += event.inputs
             written_later = {s for later in before[index + 1 :] for s in later.written}
@@ -190,15 +290,14 @@ class Trace:
         written_later = {storage for event in after for storage in event.written}
         if any(s in written_later and storages.count(s) > 1 for s in storages):
             return "two views of one tensor are needed later, and one of them is changed in place"
-        glue = [event for event in before if event.block is None]
+        numbers = {id(event): number for number, event in enumerate(self.glue)}
+        glue = [(numbers[id(event)], event) for event in before if event.block is None]
         skipped = frozenset(
-            at
-            for at, event in enumerate(glue)
-            if event.written & fixed or (event.written and at < prefix)
+            at for at, event in glue if event.written & fixed or (event.written and at < prefix)
         )
-        decisions = [id(e) for e in glue if e.reads_values]
-        again = computed.union(e for i, e in enumerate(decisions) if i not in decided)
-        repeated = {i for i, e in enumerate(glue) if id(e) in again}
+        open_ones = (e for e in before if e.reads_values)
+        again = computed.union(id(e) for e in open_ones if decisions.index(id(e)) not in decided)
+        repeated = {at for at, event in glue if id(event) in again}
         ordered = sorted(values)
         if self.prefix is not None:
             # The first tensor shows the number of samples.
@@ -240,6 +339,11 @@ class Trace:
                     fixed |= event.written
                     fixed.update(self.storages[value] for value in event.results)
         return fixed
+
+    def _is_without_samples(self, value: Value) -> bool:
+        """Return True for a value that is known not to have the samples in its first dimension."""
+        is_known = value not in self.scaled or value in self.sample_dims
+        return bool(self.of_samples) and is_known and value not in self.of_samples
 
     def _sent(
         self,
@@ -287,7 +391,9 @@ class Trace:
             is_again = not is_early and self.storages[value] not in fixed
             if event.block is None and not event.is_random and not touched & writers.keys():
                 # What has no samples to be joined or cut is computed from what has.
-                is_joined = is_end and bool(self.of_samples) and value not in self.of_samples
+                is_joined = is_end and self._is_without_samples(value)
+                # The glue of a module uses its parameters on the stage where it stands.
+                is_joined &= not event.is_local or self.prefix is not None
                 is_again |= is_joined or (is_early and value in self.scaled and not event.is_local)
             if not is_again:
                 sent.add(value)

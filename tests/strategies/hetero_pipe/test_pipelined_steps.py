@@ -134,6 +134,27 @@ class Translator(Autoencoder):
             self.observed.append(float(word.sum()))
 
 
+class TwoViews(Autoencoder):
+    """Step that calls all its modules for each of two views of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predictor = nn.Linear(FEATURES, FEATURES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.projected(batch[0]), self.projected(batch[0].flip(1))
+        similarity = F.cosine_similarity(self.predictor(first), second.detach())
+        similarity = similarity + F.cosine_similarity(self.predictor(second), first.detach())
+        self.log("similarity", similarity.mean())
+        # The samples of a batch are compared with each other.
+        logits = first @ second.T
+        return F.cross_entropy(logits, torch.arange(len(logits))) - similarity.mean()
+
+    def projected(self, x: Tensor) -> Tensor:
+        projected: Tensor = self.decoder(self.encoder(x).relu_())
+        return projected
+
+
 class Centers(nn.Module):
     """Loss with parameters: the distance to the centre of a sample's class."""
 
@@ -172,7 +193,7 @@ class TwoHeads(Autoencoder):
 
 
 def cases(stages: int) -> dict[str, Case]:
-    kinds = (Autoencoder, OwnForward, Variational, Prepared, Translator, TwoHeads)
+    kinds = (Autoencoder, OwnForward, Variational, Prepared, Translator, TwoHeads, TwoViews)
     options = {**MEASURED, "stages": stages}
     made = {kind.__name__: Case(kind, data=no_data, options=options) for kind in kinds}
     made["1F1B"] = Case(OwnForward, "1f1b", "1f1b", data=no_data, options=options)
@@ -241,7 +262,7 @@ class NotSamplesFirst(Autoencoder):
 REFUSED = {
     DecidesBetween: "must not decide by the values of tensors between its submodules",
     Keeps: "got the attribute 'code', which keeps one",
-    CallsTwice: "is called twice",
+    CallsTwice: "it has 1 of the 2 layers that are needed",
     NotSamplesFirst: "must prepare a batch that can be cut",
 }
 

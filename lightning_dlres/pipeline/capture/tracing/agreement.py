@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
@@ -18,6 +20,8 @@ from lightning_dlres.pipeline.capture.block_calls import (
 )
 from lightning_dlres.pipeline.capture.crossing import without_objects
 from lightning_dlres.pipeline.capture.modes import Mode, seed_layer, trial
+from lightning_dlres.pipeline.capture.operations import is_metadata, operation_name
+from lightning_dlres.pipeline.capture.trace import Trace, seed_number
 from lightning_dlres.pipeline.deferred.values import has_deferred
 
 if TYPE_CHECKING:
@@ -51,19 +55,63 @@ def _output(captured: CapturedModule, inputs: Tree) -> Tree:
     """Return the output of the module's own code, with the random numbers of `_check`."""
     is_step, count = captured.is_step, len(captured.blocks)
 
+    num_calls = [0] * count
+
     def call(layer: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        if layer > 0 or is_step:
-            seed_layer(layer)
+        number = layer + num_calls[layer] * count
+        num_calls[layer] += 1
+        if number > 0 or is_step:
+            seed_layer(number)
         target = with_values(block, (args, kwargs))
         output = original_call(target, args, kwargs)
-        if is_step and layer == count - 1:
+        if is_step and number == captured.trace.order[-1]:
             seed_layer(count)
         return output if target is block else without_graphs(output, args, kwargs)
 
     args, kwargs = map_tensors(Tensor.clone, inputs)
     seed_layer(-1 if is_step else 0)
-    with captured.opened() as code, calls_replaced(dict(enumerate(captured.blocks)), call):
+    with (
+        captured.opened() as code,
+        SeededGlue(captured.trace) as glue,
+        calls_replaced(dict(enumerate(captured.blocks)), glue.paused(call)),
+    ):
         return code(*args, **kwargs)
+
+
+class SeededGlue(TorchFunctionMode):
+    """Mode that seeds random operations between blocks where the run of layers does.
+
+    Args:
+        trace: Trace of the run.
+        seed: Called with the `seed_number` of an operation.
+    """
+
+    def __init__(self, trace: Trace, seed: Callable[[int], None] = seed_layer) -> None:
+        super().__init__()
+        self._trace, self._seed = trace, seed
+        self._index, self._is_inside = 0, False
+
+    def paused(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call of a block whose operations are not counted."""
+
+        def inside(*args: Any) -> Any:
+            self._is_inside = True
+            try:
+                return call(*args)
+            finally:
+                self._is_inside = False
+
+        return inside
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not (self._is_inside or is_metadata(operation_name(function), args, kwargs)):
+            index, self._index = self._index, self._index + 1
+            if index < len(self._trace.glue) and self._trace.is_seeded(index):
+                self._seed(seed_number(index))
+        return function(*args, **kwargs)
 
 
 def _check(captured: CapturedModule, inputs: Tree, expected: Tree) -> None:

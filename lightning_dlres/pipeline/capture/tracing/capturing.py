@@ -1,44 +1,18 @@
-"""Capture of a module, or of a training step: finding its layers, and tracing its code."""
+"""Capture of a module, or of a training step: the choice of its blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.core.wire.tree import Tree, map_tensors
-from lightning_dlres.pipeline.capture.block_calls import (
-    calls_replaced,
-    original_call,
-    with_values,
-)
-from lightning_dlres.pipeline.capture.captured import CapturedModule, OpenStep, PathsBySize
-from lightning_dlres.pipeline.capture.modes import (
-    EVALUATION,
-    MODES,
-    TRAINING,
-    Mode,
-    device_of,
-    seed_layer,
-    trial,
-)
-from lightning_dlres.pipeline.capture.paths import Decisions, Paths
-from lightning_dlres.pipeline.capture.placeholders.block_output import BlockOutput
-from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, Boundary, Trace
-from lightning_dlres.pipeline.capture.tracing.agreement import check_agreement
+from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.pipeline.capture.captured import CapturedModule
+from lightning_dlres.pipeline.capture.segment_state import OpenStep
+from lightning_dlres.pipeline.capture.tracing.block_capture import BlockCapture
 from lightning_dlres.pipeline.capture.tracing.blocks import candidate_blocks
-from lightning_dlres.pipeline.capture.tracing.recording import NotALayer, Recorder
-from lightning_dlres.pipeline.stage.initialise import fill_deferred
-from lightning_dlres.pipeline.stage.microbatch import cut, cut_batch, doubled, samples_in
-
-# A run that has been recorded.
-Run = tuple[Recorder, Trace]
+from lightning_dlres.pipeline.capture.tracing.recording import NotALayer
 
 
 def capture(module: nn.Module, inputs: Tree) -> CapturedModule:
@@ -53,17 +27,11 @@ def capture(module: nn.Module, inputs: Tree) -> CapturedModule:
         UnsupportedStepError: If the module cannot be cut, for instance because it uses a tensor of
             a submodule that the submodule does not return.
     """
-    reason = "no submodule has parameters"
-    for blocks, refuse in _choices(module):
-        try:
-            return _Capture(module, blocks, inputs).run()
-        except NotALayer as refused:
-            reason = str(refused)
-            refuse(refused)
-    raise UnsupportedStepError(
-        f"{type(module).__name__} must be a module that calls several submodules once each to be "
-        f"cut into stages, got one that cannot be cut: {reason}. Name another module with "
-        "HeteroPipeStrategy(module=...)."
+    return _best_of(
+        lambda blocks, repeats: BlockCapture(module, blocks, inputs, repeats=repeats),
+        module,
+        f"{type(module).__name__} must be a module that calls several submodules",
+        "Name another module with HeteroPipeStrategy(module=...).",
     )
 
 
@@ -79,18 +47,74 @@ def capture_step(root: nn.Module, step: OpenStep, arguments: Tree) -> CapturedMo
     Raises:
         UnsupportedStepError: If the step cannot be cut.
     """
-    reason = "no submodule has parameters"
-    for blocks, refuse in _choices(root):
-        try:
-            return _Capture(root, blocks, arguments, step).run()
-        except NotALayer as refused:
-            reason = str(refused)
-            refuse(refused)
-    raise UnsupportedStepError(
-        f"{type(root).__name__}.training_step must call several submodules once each to be cut "
-        f"into stages, got one that cannot be cut: {reason}. Name one module to cut with "
-        "HeteroPipeStrategy(module=...)."
+    return _best_of(
+        lambda blocks, repeats: BlockCapture(root, blocks, arguments, step, repeats=repeats),
+        root,
+        f"{type(root).__name__}.training_step must call several submodules",
+        "Name one module to cut with HeteroPipeStrategy(module=...).",
     )
+
+
+def _best_of(
+    make: Callable[[Mapping[str, nn.Module], bool], BlockCapture],
+    module: nn.Module,
+    rule: str,
+    fix: str,
+) -> CapturedModule:
+    """Return the capture that cuts the larger part of a module.
+
+    Blocks that are called several times make layers only if the module cannot be cut well without:
+    sizes must then be the same in all batches.
+
+    Args:
+        make: Makes a capture from blocks; True if blocks may be called several times.
+        module: The module.
+        rule: Beginning of the message for a module that cannot be cut.
+        fix: Way out, for the message.
+    """
+    captured, refused = _first_of(make, module, repeats=False)
+    if captured is not None and 2 * _bytes(*captured.blocks) >= _bytes(module):
+        return captured
+    if any(is_repeated for _, is_repeated in refused):
+        other, refused_other = _first_of(make, module, repeats=True)
+        if other is not None and (
+            captured is None or _bytes(*other.blocks) > _bytes(*captured.blocks)
+        ):
+            return other
+        refused = refused_other or refused
+    if captured is not None:
+        return captured
+    reason = refused[-1][0] if refused else "no submodule has parameters"
+    raise UnsupportedStepError(
+        f"{rule} to be cut into stages, got one that cannot be cut: {reason}. {fix}"
+    )
+
+
+def _first_of(
+    make: Callable[[Mapping[str, nn.Module], bool], BlockCapture],
+    module: nn.Module,
+    *,
+    repeats: bool,
+) -> tuple[CapturedModule | None, list[tuple[str, bool]]]:
+    """Return the first capture that succeeds, if any, and the refusals before it.
+
+    A refusal is a text, and True if a block is called several times. The exceptions would keep the
+    tensors of their runs.
+    """
+    refused: list[tuple[str, bool]] = []
+    for blocks, refuse in _choices(module):
+        try:
+            return make(blocks, repeats).run(), refused
+        except NotALayer as reason:
+            refused.append((str(reason), reason.is_repeated))
+            refuse(reason)
+    return None, refused
+
+
+def _bytes(*modules: nn.Module) -> int:
+    """Return the bytes of the parameters of modules."""
+    parameters = {p for module in modules for p in module.parameters()}
+    return sum(p.numel() * p.element_size() for p in parameters)
 
 
 def _choices(
@@ -112,317 +136,6 @@ def _choices(
         if not blocks:
             return
         yield blocks, refuse
-
-
-@dataclass(frozen=True)
-class _Capture:
-    """Capture with given blocks.
-
-    Attributes:
-        module: The module.
-        blocks: Blocks by name, in any order.
-        inputs: (args, kwargs) of a call of the module or the step.
-        step: The training step; None for the module's forward.
-        last: Index of the last block that a step calls; None if it is not known.
-    """
-
-    module: nn.Module
-    blocks: Mapping[str, nn.Module]
-    inputs: Tree
-    step: OpenStep | None = None
-    last: int | None = None
-
-    def run(self) -> CapturedModule:
-        """Return the captured module.
-
-        Raises:
-            NotALayer: If a block cannot be a layer.
-        """
-        _fill_glue(self.module, self.blocks, self.device)
-        ordered = self._ordered()
-        paths: dict[Mode, PathsBySize] = {}
-        shared = [list[nn.Parameter]() for _ in ordered.blocks]
-        for mode in (TRAINING,) if self.step else MODES:
-            own, recorder = ordered._paths(mode)
-            paths[mode] = own, own
-            if ordered.samples is not None:
-                other = ordered._other_samples()._other_paths(mode, own)
-                paths[mode] = (other, own) if ordered.samples == 1 else (own, other)
-            ordered._note_shared(recorder, own.trace(()), shared)
-        captured = CapturedModule(self.module, ordered.blocks, paths, shared, self.step)
-        for mode in (TRAINING,) if self.step else (TRAINING, EVALUATION):
-            check_agreement(captured, self.inputs, mode, self.device)
-        return captured
-
-    @property
-    def device(self) -> torch.device:
-        return device_of(self.inputs)
-
-    @property
-    def samples(self) -> int | None:
-        return samples_in(self.inputs)
-
-    def _ordered(self) -> _Capture:
-        """Return this capture with the blocks that are called, in the order of calls."""
-        with trial(self.module, TRAINING, self.device):
-            order = self._calls() if self.step else self._recorded()[0].order
-        names = [list(self.blocks)[index] for index in order]
-        if not names:
-            raise NotALayer(next(iter(self.blocks)), "is not called", is_glue=True)
-        blocks = {name: self.blocks[name] for name in names}
-        return replace(self, blocks=blocks, last=len(names) - 1 if self.step else None)
-
-    def _calls(self) -> list[int]:
-        """Return the indices of the blocks that the step calls, in order."""
-        order: list[int] = []
-        names = list(self.blocks)
-
-        def call(index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
-            if index in order:
-                raise NotALayer(names[index], "is called twice")
-            order.append(index)
-            return original_call(with_values(block, (args, kwargs)), args, kwargs)
-
-        args, kwargs = map_tensors(Tensor.clone, self.inputs)
-        assert self.step is not None
-        with self.step() as code, calls_replaced(dict(enumerate(self.blocks.values())), call):
-            code(*args, **kwargs)
-        return order
-
-    def _note_shared(
-        self, recorder: Recorder, trace: Trace, shared: Sequence[list[nn.Parameter]]
-    ) -> None:
-        """Note the trainable parameters that glue uses, for the layer before it."""
-        calls = [at for at, event in enumerate(trace.events) if event.block is not None]
-        for index, tensors in recorder.used.items():
-            if self.step and not calls[0] < index <= calls[-1]:
-                # The user's step runs there, on the whole batch, as before and after a module.
-                continue
-            layer = max(sum(at <= index for at in calls) - 1, 0)
-            shared[layer] += [t for t in tensors if isinstance(t, nn.Parameter)]
-
-    def _other_samples(self) -> _Capture:
-        """Return this capture for a single sample, or for two if it has one."""
-        if self.samples == 1:
-            return self._doubled()
-        sizes = [1, (self.samples or 0) - 1]
-        inputs = cut_batch(self.inputs, sizes) if self.step else cut(self.inputs, sizes)
-        return replace(self, inputs=inputs[0])
-
-    def _doubled(self) -> _Capture:
-        """Return this capture for twice as many samples."""
-        return replace(self, inputs=doubled(self.inputs, is_batch=self.step is not None))
-
-    def _other_paths(self, mode: Mode, own: Paths) -> Paths:
-        """Return the paths for these inputs, or `own` if the code runs the same operations."""
-        # Code may fail for a single sample, as BatchNorm does.
-        with suppress(Exception):
-            with trial(self.module, mode, self.device):
-                _, trace = self._recorded()
-            if _operations(trace) != _operations(own.trace(())):
-                return self._paths(mode)[0]
-        return own
-
-    def _paths(self, mode: Mode) -> tuple[Paths, Recorder]:
-        """Return the traces of the code in one mode, and the recorder of the first one.
-
-        Raises:
-            NotALayer: If a block cannot be a layer.
-        """
-        names = list(self.blocks)
-        with trial(self.module, mode, self.device):
-            recorder, trace = self._recorded()
-        larger = self._larger_runs(mode, trace)
-        trace = _with_samples(trace, recorder, larger, self.samples)
-        if recorder.order != sorted(recorder.order):
-            raise NotALayer(names[recorder.order[0]], "is called in another order in evaluation")
-        # The end comes first: it may show that a block is none.
-        for layer in range(len(names), -1 if self.step else 0, -1):
-            boundary = trace.boundary(layer)
-            if isinstance(boundary, str):
-                if layer == 0:
-                    raise UnsupportedStepError(
-                        f"{type(self.module).__name__}.training_step must prepare a batch that can "
-                        f"be cut into micro-batches, got one that cannot: {boundary}. Prepare it "
-                        "in on_after_batch_transfer."
-                    )
-                raise NotALayer(names[layer - 1], f"cannot end a stage: {boundary}")
-            if self.step:
-                self._check_boundary(trace, layer, boundary)
-        writes = any(event.written for event in trace.calls.values())
-
-        def record(decisions: Decisions) -> Trace:
-            if writes:
-                raise UnsupportedStepError(
-                    f"The forward of {type(self.module).__name__} must not decide by the values "
-                    "of tensors if a submodule changes its inputs in place. Set inplace=False."
-                )
-            try:
-                with trial(self.module, mode, self.device):
-                    first, trace = self._recorded(recorder.outputs, decisions)
-                outputs = [run.outputs for run, _ in larger]
-                again = self._larger_runs(mode, trace, outputs, decisions)
-                return _with_samples(trace, first, again, self.samples)
-            except Exception as error:
-                # The samples may not fit the decisions.
-                raise UnsupportedStepError(
-                    f"The forward of {type(self.module).__name__} must run on the first samples "
-                    f"for any of its decisions by values, got {type(error).__name__}: {error}. "
-                    "Move the code that decides into a submodule."
-                ) from error
-
-        return Paths(trace, record), recorder
-
-    def _check_boundary(self, trace: Trace, layer: int, boundary: Boundary) -> None:
-        """Check what crosses to a layer of a step.
-
-        Raises:
-            NotALayer: If a block returns a tensor without samples, such as a loss, that the rest of
-                the step needs. The step then calls it on the whole batch.
-            UnsupportedStepError: If the batch cannot be cut, or if the step decides by values of
-                tensors between its layers.
-        """
-        if layer == len(self.blocks):
-            for value in set(boundary.values) - trace.of_samples:
-                if value.source == BLOCK:
-                    name = list(self.blocks)[value.index]
-                    raise NotALayer(name, "returns a tensor without samples", is_glue=True)
-                raise UnsupportedStepError(
-                    f"{type(self.module).__name__}.training_step must use tensors whose first "
-                    "dimension is the samples after its last submodule, got the result of "
-                    f"{trace.glue[value.index].name}. Compute it after the last submodule."
-                )
-        if layer == 0 and not trace.of_samples.intersection(boundary.values):
-            raise UnsupportedStepError(
-                f"{type(self.module).__name__}.training_step must call submodules with tensors "
-                "whose first dimension is the samples, got none. Prepare the batch in "
-                "on_after_batch_transfer."
-            )
-        prefix = trace.prefix or 0
-        between = trace.events[prefix : trace.events.index(trace.calls[trace.blocks[-1]])]
-        for event in between:
-            if event.reads_values and event.inputs:
-                raise UnsupportedStepError(
-                    f"{type(self.module).__name__}.training_step must not decide by the values of "
-                    f"tensors between its submodules, got {event.name}. Move the code that decides "
-                    "into a submodule."
-                )
-
-    def _recorded(
-        self,
-        outputs: Mapping[int, BlockOutput] | None = None,
-        decisions: Decisions = (),
-    ) -> Run:
-        recorder = Recorder(
-            self.module,
-            self.blocks,
-            seed_layer,
-            outputs,
-            decisions,
-            step=self.step,
-            last=self.last,
-        )
-        args, kwargs = map_tensors(Tensor.clone, self.inputs)
-        return recorder, recorder.run(args, kwargs)
-
-    def _larger_runs(
-        self,
-        mode: Mode,
-        trace: Trace,
-        outputs: Sequence[Mapping[int, BlockOutput]] | None = None,
-        decisions: Decisions = (),
-    ) -> list[Run]:
-        """Return a run on twice as many samples, and one on four times as many if that one differs.
-
-        Code may work for few samples only. Its outputs are then not joined.
-
-        Args:
-            mode: Mode in which the module runs.
-            trace: Trace for the inputs.
-            outputs: For each run, the outputs of blocks, which then do not run; None lets them run.
-            decisions: Results of the first operations that read values of tensors.
-        """
-        runs: list[Run] = []
-        larger = self
-        for number in range(2 if outputs is None else len(outputs)):
-            larger = larger._doubled()
-            with suppress(Exception), trial(self.module, mode, self.device):
-                given = None if outputs is None else outputs[number]
-                runs.append(larger._recorded(given, decisions))
-            if len(runs) <= number or _operations(runs[-1][1]) == _operations(trace):
-                break
-            trace = runs[-1][1]
-        return runs
-
-
-def _fill_glue(module: nn.Module, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
-    """Give values to deferred tensors outside of the blocks, which every stage holds anyway."""
-    inside = {id(m) for block in blocks.values() for m in block.modules()}
-    for outer in module.modules():
-        if id(outer) not in inside:
-            fill_deferred(outer, device)
-
-
-def _with_samples(
-    trace: Trace, recorder: Recorder, larger: Sequence[Run], samples: int | None
-) -> Trace:
-    """Return a trace that knows which values have the samples in their first dimension.
-
-    Args:
-        trace: The trace.
-        recorder: Its recorder.
-        larger: Runs on twice and four times as many samples, if they were possible.
-        samples: Samples of the first run.
-    """
-    if samples is None:
-        return trace
-    runs = [(recorder, trace), *larger]
-    for number, ((few, few_trace), (many, many_trace)) in enumerate(pairwise(runs)):
-        count = samples << number
-        if _operations(few_trace) != _operations(many_trace):
-            # Code may treat a single sample in another way.
-            continue
-        dims = {
-            value: _sample_dims(shape, many.shapes.get(value, ()), count)
-            for value, shape in few.shapes.items()
-            if many.shapes.get(value) != shape
-        }
-        scaled = {value for value, found in dims.items() if (0, 1) not in found}
-        if number:
-            # Operations have other numbers in another run.
-            shapes = recorder.shapes
-            dims = {v: found for v, found in dims.items() if v.source != GLUE and v in shapes}
-            scaled = {v for v in shapes if v.source == GLUE}
-        return replace(
-            trace,
-            of_samples=frozenset(dims.keys() - scaled),
-            scaled=frozenset(scaled),
-            sample_dims=dims,
-        )
-    return trace
-
-
-def _sample_dims(
-    few: tuple[int, ...], many: tuple[int, ...], samples: int
-) -> tuple[tuple[int, int], ...]:
-    """Return the dimensions that are a multiple of the samples, and their factors.
-
-    Args:
-        few: Shape for a number of samples.
-        many: Shape for twice as many.
-        samples: The number.
-    """
-    if len(few) != len(many):
-        return ()
-    return tuple(
-        (dim, size // samples)
-        for dim, (size, other) in enumerate(zip(few, many, strict=True))
-        if size and other == 2 * size and size % samples == 0
-    )
-
-
-def _operations(trace: Trace) -> list[str]:
-    return [event.name for event in trace.events]
 
 
 def _called_parent(module: nn.Module, name: str) -> str:

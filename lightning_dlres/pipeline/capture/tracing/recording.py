@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from lightning_dlres.pipeline.capture.operations import (
 )
 from lightning_dlres.pipeline.capture.placeholders.block_output import BlockOutput
 from lightning_dlres.pipeline.capture.placeholders.skeleton import meta_of
+from lightning_dlres.pipeline.capture.segment_state import OpenStep
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Event, Trace, Value
 from lightning_dlres.pipeline.capture.tracing.inside_of_blocks import InsideOfBlocks
 from lightning_dlres.pipeline.capture.tracing.tensor_states import (
@@ -52,11 +53,15 @@ class NotALayer(Exception):
         name: Name of the block.
         reason: Why, as the rest of a sentence that begins with the name.
         is_glue: True if it can only be glue; False if a module around it may be a layer.
+        is_repeated: True if it is called several times, which is not allowed.
     """
 
-    def __init__(self, name: str, reason: str, *, is_glue: bool = False) -> None:
+    def __init__(
+        self, name: str, reason: str, *, is_glue: bool = False, is_repeated: bool = False
+    ) -> None:
         super().__init__(f"{name} {reason}")
-        self.name, self.reason, self.is_glue = name, reason, is_glue
+        self.name, self.reason = name, reason
+        self.is_glue, self.is_repeated = is_glue, is_repeated
 
 
 class Recorder(GlueMode):
@@ -69,10 +74,10 @@ class Recorder(GlueMode):
         outputs: Description of the output of each block, by index. Blocks then do not run, and
             return zeros. None lets them run.
         decisions: Results of the first operations that read values of tensors.
-        step: Opens the training step that runs in the place of the module's forward, as
-            `captured.OpenStep`; None for the forward.
-        last: Block after which the code of a step may do anything; None if no block is known to be
-            the last one.
+        step: Opens the training step that runs in the place of the forward; None for the forward.
+        last: Number of the call after which the code of a step may do anything; None if no call
+            is known to be the last one.
+        allows_repeats: True if a block may be called several times.
     """
 
     def __init__(
@@ -83,10 +88,12 @@ class Recorder(GlueMode):
         outputs: Mapping[int, BlockOutput] | None = None,
         decisions: Sequence[Any] = (),
         *,
-        step: Callable[[], AbstractContextManager[Callable[..., Any]]] | None = None,
+        step: OpenStep | None = None,
         last: int | None = None,
+        allows_repeats: bool = False,
     ) -> None:
         super().__init__()
+        self._allows_repeats = allows_repeats
         self._step, self._last, self._is_over = step, last, False
         self._outputs, self._given_decisions, self._num_decisions = outputs, decisions, 0
         self._module, self._names = module, list(blocks)
@@ -114,8 +121,9 @@ class Recorder(GlueMode):
         self._glue = 0
         # Trainable parameters that glue and other blocks than theirs use, by the event's index.
         self.used: dict[int, list[Tensor]] = {}
-        # Order in which blocks were called, by their index in `blocks`, and their outputs.
+        # Order in which blocks were first called, by their index in `blocks`.
         self.order: list[int] = []
+        # By the number of a call: output of the block.
         self.outputs: dict[int, BlockOutput] = {}
 
     def run(self, args: Any, kwargs: Any) -> Trace:
@@ -205,17 +213,21 @@ class Recorder(GlueMode):
 
     def _call(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
         name = self._names[index]
-        if index in self.order:
-            raise NotALayer(name, "is called twice")
-        self.order.append(index)
+        number = index
+        if index not in self.order:
+            self.order.append(index)
+        elif not self._allows_repeats:
+            raise NotALayer(name, "is called twice", is_repeated=True)
+        while number in self.outputs:
+            number += len(self._names)
         self.set_active(False)
         try:
             arguments = list(tensors_in_output((args, kwargs)))
             self._note_own_functions(arguments, name)
             inputs = tuple(self._value(t) for t in arguments if self._is_known(t))
             versions = [version(t) for t in arguments]
-            if index > 0:
-                self._before_block(index)
+            if number > 0:
+                self._before_block(number)
             around = checkpoint_around(_TOP)
             if around == "reentrant":
                 raise UnsupportedStepError(
@@ -223,7 +235,7 @@ class Recorder(GlueMode):
                     f"not reentrant, got a reentrant one around {name!r}. Set use_reentrant=False."
                 )
             if self._outputs is not None:
-                output = self._outputs[index].made_with(args, kwargs)
+                output = self._outputs[number].made_with(args, kwargs)
             else:
                 target = with_values(block, arguments)
                 with self._inner.of(name):
@@ -232,24 +244,25 @@ class Recorder(GlueMode):
                     output = without_graphs(output, args, kwargs)
             written = written_storages(arguments, versions)
             try:
-                self.outputs[index] = BlockOutput.of(output, args, kwargs)
+                self.outputs[number] = BlockOutput.of(output, args, kwargs)
             except ConfigError as error:
                 raise NotALayer(name, f"returns an object that cannot be sent: {error}") from error
-            results, aliases = self._results(BLOCK, index, tensors_of(output))
-            if not self.outputs[index].arguments.keys() >= {position for position, _ in aliases}:
+            results, aliases = self._results(BLOCK, number, tensors_of(output))
+            if not self.outputs[number].arguments.keys() >= {position for position, _ in aliases}:
                 raise NotALayer(name, "returns one tensor twice, or one that is no argument of it")
             self._events.append(
                 Event(
                     name,
                     index,
                     inputs,
+                    number,
                     results,
                     aliases,
                     written,
                     is_checkpointed=bool(around),
                 )
             )
-            if self._step and index == self._last:
+            if self._step and number == self._last:
                 self._refuse_kept(Trace(tuple(self._events), dict(self._storages), ()))
                 self._is_over = True
             return output
@@ -308,9 +321,9 @@ class Recorder(GlueMode):
                 name,
                 None,
                 inputs,
-                results,
-                aliases,
-                written,
+                results=results,
+                aliases=aliases,
+                written=written,
                 metas=tuple(meta_of(tensor) for tensor in outputs),
                 returned=next((i for i, t in enumerate(arguments) if t is result), None),
                 is_local=is_local or is_random,

@@ -70,14 +70,8 @@ def require_layers(
         ConfigError: If there are fewer layers than stages.
     """
     count = len(pipelined.layers.modules)
-    if isinstance(pipelined, PipelinedStep) and uncut_reason:
-        root, names = pipelined.module, [n for n, _ in _candidates(pipelined.module)]
-        raise ConfigError(
-            f"{type(root).__name__}.training_step must be one that can be cut into stages, got one "
-            f"that cannot be cut: {uncut_reason} Or name the module with most of the computation "
-            f"({', '.join(names)}), such as HeteroPipeStrategy(module={names[0]!r}). All others "
-            "are then not cut: every rank holds them whole."
-        )
+    if isinstance(pipelined, PipelinedStep) and (uncut_reason or count < stages):
+        raise _uncut_step(pipelined, stages, uncut_reason)
     if count < stages:
         kind = type(pipelined.module).__name__
         if isinstance(pipelined.module, nn.Sequential) and not is_plain_sequential(
@@ -96,6 +90,23 @@ def require_layers(
             f"Use devices={count}, HeteroPipeStrategy(stages={count}), or put more layers into one "
             "nn.Sequential."
         )
+
+
+def _uncut_step(pipelined: PipelinedStep, stages: int, reason: str) -> ConfigError:
+    root, names = pipelined.module, [name for name, _ in _candidates(pipelined.module)]
+    if not reason:
+        layers = ", ".join(pipelined.layers.names)
+        reason = (
+            f"it has {len(pipelined.layers.names)} of the {stages} layers that are needed "
+            f"({layers}). A module is none if it is called again with what a later one has "
+            "returned, or if its tensors are used outside of it."
+        )
+    return ConfigError(
+        f"{type(root).__name__}.training_step must be one that can be cut into stages, got one "
+        f"that cannot be cut: {reason} Or name the module with most of the computation "
+        f"({', '.join(names)}), such as HeteroPipeStrategy(module={names[0]!r}). All others are "
+        "then not cut: every rank holds them whole."
+    )
 
 
 def _candidates(root: nn.Module) -> list[tuple[str, nn.Module]]:

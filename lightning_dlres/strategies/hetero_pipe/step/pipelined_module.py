@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from lightning_dlres.core import _compat
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, tensors_of
-from lightning_dlres.pipeline.capture.captured import CapturedModule, OpenStep
+from lightning_dlres.pipeline.capture.captured import CapturedModule
 from lightning_dlres.pipeline.capture.crossing import Returned
+from lightning_dlres.pipeline.capture.segment_state import OpenStep
 from lightning_dlres.pipeline.capture.tracing.capturing import capture
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.microbatch import output_of

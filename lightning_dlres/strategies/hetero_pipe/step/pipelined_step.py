@@ -20,8 +20,9 @@ from lightning_dlres.core._compat import CALL
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, tensors_of
 from lightning_dlres.pipeline.capture.block_calls import original_call
-from lightning_dlres.pipeline.capture.captured import CapturedModule, OpenStep
+from lightning_dlres.pipeline.capture.captured import CapturedModule
 from lightning_dlres.pipeline.capture.crossing import Returned
+from lightning_dlres.pipeline.capture.segment_state import OpenStep
 from lightning_dlres.pipeline.capture.tracing.capturing import capture_step
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.stage import Chain, Layer
