@@ -30,6 +30,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
             batch that is joined of micro-batches they may be others.
         values: After the last layer, the roles of the values that are sent, as by `role_of`.
         is_single: True if the batch of a step is a single sample.
+        moved: For each tensor, the dimension that is first in the message, so that tensors can be
+            joined and cut along the samples; empty if none is moved.
     """
 
     samples: int
@@ -38,6 +40,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     decisions: list[Any]
     values: list[tuple[str, int, int]] | None
     is_single: bool
+    moved: list[int]
 
 
 @dataclasses.dataclass(frozen=True)

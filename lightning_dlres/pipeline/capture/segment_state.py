@@ -76,6 +76,9 @@ class SegmentState:
         self._samples = samples = tensors[at].shape[0] if at >= 0 else header.samples
         # A step takes the path of its batch, also for micro-batches of one sample.
         self._choose_paths(is_single=header.is_single if self._step else samples == 1)
+        if header.moved:
+            pairs = zip(tensors, header.moved, strict=True)
+            tensors = [t.movedim(0, dim) if dim else t for t, dim in pairs]
         self._arrived = header.values, tensors
         # After all blocks another path may hold for the whole batch. A step decides for it first.
         is_open = self._is_last and self._step is None
@@ -156,9 +159,9 @@ class SegmentState:
         """
         if self._is_single:
             return list(tensors)
-        known = self._trace.of_samples
-        pairs = zip(values, tensors, strict=True)
-        return [tensor if value in known else change(tensor, 0) for value, tensor in pairs]
+        dims = map(self._trace.sample_dim, values)
+        pairs = zip(dims, tensors, strict=True)
+        return [change(tensor, 0) if dim is None else tensor for dim, tensor in pairs]
 
     def _has_dimensions(self, value: Value, tensor: Tensor) -> bool:
         """Return True if a tensor has as many dimensions as a result of glue in the trace."""
@@ -175,7 +178,15 @@ class SegmentState:
             raise self._other_path(f"{len(missing)} tensors that did not arrive")
         values = self._until.values
         tensors = [self._produced[value] for value in values]
-        if self._step and self._has_inputs:
+        is_prefix = self._step is not None and self._has_inputs
+        is_end = self._layers.stop >= len(self._blocks)
+        dims = [self._trace.sample_dim(value) for value in values]
+        is_joined = is_end and None not in dims
+        moved = [dim or 0 for dim in dims] if is_prefix or is_joined else []
+        if moved:
+            pairs = zip(tensors, moved, strict=True)
+            tensors = [t.movedim(dim, 0) if dim else t for t, dim in pairs]
+        if is_prefix:
             tensors = self._whole(values, tensors, Tensor.unsqueeze)
         inputs = self._sample_dims(INPUTS)
         samples = next(
@@ -186,21 +197,24 @@ class SegmentState:
             ),
             SAMPLES,
         )
-        known = self._trace.of_samples
+        known = bool(self._trace.of_samples)
         at = next(
             (
                 i
-                for i, (value, tensor) in enumerate(zip(values, tensors, strict=True))
-                if tensor.dim() and (value in known if known else tensor.shape[0] == samples)
+                for i, (dim, tensor) in enumerate(zip(dims, tensors, strict=True))
+                if tensor.dim()
+                and (
+                    dim is not None and (not dim or bool(moved))
+                    if known
+                    else tensor.shape[0] == samples
+                )
             ),
             -1,
         )
         decisions = self._decisions
-        is_end = self._layers.stop >= len(self._blocks)
         if is_end:
             decided = self._until.decided
             decisions = [d if number in decided else None for number, d in enumerate(decisions)]
-        is_joined = is_end and self._trace.of_samples.issuperset(values)
         header = Header(
             SAMPLES if is_joined else samples,
             at,
@@ -211,6 +225,7 @@ class SegmentState:
             decisions,
             list(map(role_of, self._until.values)) if is_end else None,
             self._step is not None and self._is_single,
+            moved,
         )
         crossing = (msgspec.msgpack.encode(header), *tensors)
         if is_end and not is_joined:

@@ -232,6 +232,13 @@ class Trace:
         pairs = zip(self.events, self.layers, strict=True)
         return tuple(layer for event, layer in pairs if event.block is None)
 
+    def sample_dim(self, value: Value) -> int | None:
+        """Return the only dimension of a value that depends on the samples, and is their number."""
+        if value in self.of_samples:
+            return 0
+        dims = self.sample_dims.get(value, ())
+        return dims[0][0] if len(dims) == 1 and dims[0][1] == 1 else None
+
     def is_seeded(self, index: int) -> bool:
         """Return True for a random operation of glue that gets a seed of its own.
 
@@ -284,8 +291,9 @@ class Trace:
             if any(self.storages[v] in fixed & written_later for v in event.inputs):
                 return f"{event.name} reads a tensor that a later operation changes in place"
         values, computed = self._sent(needed, before, fixed, is_end=is_end)
-        if self.prefix is not None and block == 0 and values & self.scaled:
-            return "its first dimension is not the samples in a tensor that is made before"
+        uncut = (value for value in values & self.scaled if self.sample_dim(value) is None)
+        if self.prefix is not None and block == 0 and any(True for _ in uncut):
+            return "no dimension is the samples in a tensor that depends on their number"
         storages = [self.storages[value] for value in values]
         written_later = {storage for event in after for storage in event.written}
         if any(s in written_later and storages.count(s) > 1 for s in storages):
@@ -301,7 +309,7 @@ class Trace:
         ordered = sorted(values)
         if self.prefix is not None:
             # The first tensor shows the number of samples.
-            ordered.sort(key=lambda value: value not in self.of_samples)
+            ordered.sort(key=lambda value: self.sample_dim(value) is None)
         return Boundary(tuple(ordered), frozenset(repeated - skipped), skipped, frozenset(decided))
 
     def _needed(self, after: Sequence[Event], *, is_end: bool) -> list[Value]:
@@ -341,9 +349,9 @@ class Trace:
         return fixed
 
     def _is_without_samples(self, value: Value) -> bool:
-        """Return True for a value that is known not to have the samples in its first dimension."""
+        """Return True for a value that is known to have no dimension for the samples."""
         is_known = value not in self.scaled or value in self.sample_dims
-        return bool(self.of_samples) and is_known and value not in self.of_samples
+        return bool(self.of_samples) and is_known and self.sample_dim(value) is None
 
     def _sent(
         self,
@@ -394,7 +402,8 @@ class Trace:
                 is_joined = is_end and self._is_without_samples(value)
                 # The glue of a module uses its parameters on the stage where it stands.
                 is_joined &= not event.is_local or self.prefix is not None
-                is_again |= is_joined or (is_early and value in self.scaled and not event.is_local)
+                is_uncut = value in self.scaled and self.sample_dim(value) is None
+                is_again |= is_joined or (is_early and is_uncut and not event.is_local)
             if not is_again:
                 sent.add(value)
                 continue

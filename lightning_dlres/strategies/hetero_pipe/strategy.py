@@ -73,9 +73,8 @@ class HeteroPipeStrategy(PartitionedStrategy):
             batches show if that is exact; if not, the run ends with an error. "auto" takes 1f1b
             and falls back to gpipe if it is not exact. Any other name is that of a schedule
             registered with `register_schedule`.
-        module: Name of the module to cut into stages: an `nn.Sequential`, or an `nn.ModuleList`
-            whose members are called one after the other, or "training_step" for a step that calls
-            several modules. None chooses the only candidate, and else the step.
+        module: Name of the module to cut into stages, of any class, or "training_step" for a step
+            that calls several modules. None chooses the only candidate, and else the step.
         device_map: Ranks of every replica in stage order, such as [[0, 2], [1, 3]]. None lets the
             planner choose, and takes consecutive ranks if nothing is measured.
         plan: A `PipelinePlan`, or the path of its JSON file, which you may edit. Layers and links

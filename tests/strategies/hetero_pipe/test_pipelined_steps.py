@@ -253,17 +253,18 @@ class CallsTwice(Autoencoder):
         return self.decoder(code).square().mean()
 
 
-class NotSamplesFirst(Autoencoder):
+class SamplesTimesFeatures(Autoencoder):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        noise = torch.rand(2, len(batch[0]), FEATURES)
-        return self.decoder(self.encoder(noise)).square().mean()
+        # The samples and the features are one dimension.
+        rows = torch.rand(len(batch[0]) * 2, FEATURES)
+        return self.decoder(self.encoder(rows)).square().mean()
 
 
 REFUSED = {
     DecidesBetween: "must not decide by the values of tensors between its submodules",
     Keeps: "got the attribute 'code', which keeps one",
     CallsTwice: "it has 1 of the 2 layers that are needed",
-    NotSamplesFirst: "must prepare a batch that can be cut",
+    SamplesTimesFeatures: "returns a tensor without a dimension for the samples",
 }
 
 

@@ -243,19 +243,20 @@ class BlockCapture:
                 tensors between its layers.
         """
         if layer == len(self.blocks):
-            for value in set(boundary.values) - trace.of_samples:
+            for value in (v for v in boundary.values if trace.sample_dim(v) is None):
                 if value.source == BLOCK:
                     name = list(self.blocks)[value.index % len(self.blocks)]
-                    raise NotALayer(name, "returns a tensor without samples", is_glue=True)
+                    reason = "returns a tensor without a dimension for the samples"
+                    raise NotALayer(name, reason, is_glue=True)
                 raise UnsupportedStepError(
-                    f"{type(self.module).__name__}.training_step must use tensors whose first "
-                    "dimension is the samples after its last submodule, got the result of "
+                    f"{type(self.module).__name__}.training_step must use tensors with a dimension "
+                    "for the samples after its last submodule, got the result of "
                     f"{trace.glue[value.index].name}. Compute it after the last submodule."
                 )
-        if layer == 0 and not trace.of_samples.intersection(boundary.values):
+        if layer == 0 and all(trace.sample_dim(value) is None for value in boundary.values):
             raise UnsupportedStepError(
                 f"{type(self.module).__name__}.training_step must call submodules with tensors "
-                "whose first dimension is the samples, got none. Prepare the batch in "
+                "that have a dimension for the samples, got none. Prepare the batch in "
                 "on_after_batch_transfer."
             )
         prefix = trace.prefix or 0

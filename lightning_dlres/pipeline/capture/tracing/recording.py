@@ -340,8 +340,7 @@ class Recorder(GlueMode):
         for tensor in arguments:
             self._note_use(tensor, "", name)
         inputs = tuple(self._value(t) for t in arguments if self._is_known(t))
-        if inputs:
-            self._events.append(Event(name, None, inputs))
+        self._events += [Event(name, None, inputs)] if inputs else []
         return function(*args, **kwargs)
 
     def _note_use(self, tensor: Tensor, block: str, operation: str) -> bool:
