@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from lightning_dlres.core._compat import storage_key
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.nested import replaced, tensors_in
 from lightning_dlres.core.wire.tree import Tree, map_tensors
@@ -36,7 +37,6 @@ from lightning_dlres.pipeline.capture.placeholders.shape_inference import UNKNOW
 from lightning_dlres.pipeline.capture.placeholders.skeleton import (
     Skeleton,
     meta_of,
-    placeholder,
 )
 from lightning_dlres.pipeline.capture.segment_state import INPUTS, OpenStep, SegmentState
 from lightning_dlres.pipeline.capture.trace import (
@@ -184,6 +184,7 @@ class SegmentRun(SegmentState, GlueMode):
         if self._step:
             if not (self._is_last and self._is_live):
                 raise self._other_path("a return before the last submodule")
+            self._refuse_placeholders("the return", output)
             return output
         output = without_objects(output)
         return map_tensors(self._own_result, output) if self._own else output
@@ -209,7 +210,7 @@ class SegmentRun(SegmentState, GlueMode):
             self._is_live = is_final
             if is_final and self._step:
                 self._before_layer(len(self._blocks))
-            self.set_active(not is_final or not self._is_last)
+            self.set_active(True)
             return output
         self._is_live = True
         try:
@@ -255,6 +256,9 @@ class SegmentRun(SegmentState, GlueMode):
         if is_metadata(name, args, kwargs):
             # Placeholders have it, too.
             return function(*args, **kwargs)
+        if self._is_last and self._is_live:
+            self._refuse_placeholders(name, (args, kwargs))
+            return function(*args, **kwargs)
         index, self._glue = self._glue, self._glue + 1
         if not self._runs_here(index, name):
             return self._before_layers(index, name, function, args, kwargs)
@@ -282,6 +286,17 @@ class SegmentRun(SegmentState, GlueMode):
         if (GLUE, index) == self._stop_at:
             raise _Stop
         return result
+
+    def _refuse_placeholders(self, use: str, data: Any) -> None:
+        """Refuse tensors without data in the code after all layers."""
+        for tensor in tensors_in(data):
+            if storage_key(tensor) in self._placeholders:
+                raise UnsupportedStepError(
+                    f"{self._code} must use after its last submodule only what it has used or kept "
+                    f"in a variable there for the first samples, got {use} of another result from "
+                    "between its submodules. Keep it in a variable of training_step, or use it "
+                    "there from the first step on, such as multiplied by 0."
+                )
 
     def _runs_here(self, index: int, name: str) -> bool:
         """Return True for an operation of glue that belongs to this run."""
@@ -326,7 +341,7 @@ class SegmentRun(SegmentState, GlueMode):
 
         def given_or_placeholder(tensor: Tensor) -> Tensor:
             known = given.get(next(positions))
-            return placeholder(meta_of(tensor), self._device) if known is None else known
+            return self._placeholder(meta_of(tensor)) if known is None else known
 
         return replaced(given_or_placeholder, result)
 
@@ -348,7 +363,7 @@ class SegmentRun(SegmentState, GlueMode):
         if result is not UNKNOWN:
             return result
         # Nothing here needs the values.
-        tensors = tuple(placeholder(meta, self._device) for meta in event.metas)
+        tensors = tuple(map(self._placeholder, event.metas))
         return tensors[0] if len(tensors) == 1 else tensors
 
     def _decide(self, function: Any, args: Any, kwargs: Any) -> Any:

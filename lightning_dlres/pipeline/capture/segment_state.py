@@ -10,11 +10,13 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from lightning_dlres.core._compat import storage_key
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, flatten, unflatten
 from lightning_dlres.pipeline.capture.crossing import SAMPLES, Header, role_of
 from lightning_dlres.pipeline.capture.paths import Decisions, Paths
 from lightning_dlres.pipeline.capture.placeholders.skeleton import (
+    Meta,
     SampleDim,
     Skeleton,
     placeholder,
@@ -69,6 +71,8 @@ class SegmentState:
         # Skeletons of the outputs of calls, by the number of the call, and of `INPUTS`.
         self._skeletons: dict[int, Skeleton] = {}
         self._samples: int | None = None
+        # Tensors without data that the code after all layers may see, by storage.
+        self._placeholders: dict[int, Tensor] = {}
 
     def _receive(self, header: Header, tensors: Sequence[Tensor]) -> None:
         self._given = header.decisions
@@ -259,6 +263,13 @@ class SegmentState:
             if self._wants_all or value in self._wanted:
                 self._produced[value] = tensor
 
+    def _placeholder(self, meta: Meta) -> Tensor:
+        """Return a tensor without data; after all layers, nothing may read it."""
+        tensor = placeholder(meta, self._device, is_marked=self._is_last)
+        if self._is_last:
+            self._placeholders[storage_key(tensor)] = tensor
+        return tensor
+
     def _rebuilt(self, skeleton: Skeleton, source: str, index: int) -> Tree:
         """Return a tree with received tensors, and placeholders for the others."""
         tensors = []
@@ -266,13 +277,17 @@ class SegmentState:
         for position, meta in enumerate(skeleton.tensors):
             value = aliases.get(position, Value(source, index, position))
             received = self._received.get(value)
-            tensors.append(placeholder(meta, self._device) if received is None else received)
+            tensors.append(self._placeholder(meta) if received is None else received)
         return unflatten(skeleton.structure, tensors)
 
-    def _other_path(self, where: str) -> UnsupportedStepError:
+    @property
+    def _code(self) -> str:
+        """Name of the code that runs, for messages."""
         name = type(self._module).__name__
-        code = f"{name}.training_step" if self._step else f"The forward of {name}"
+        return f"{name}.training_step" if self._step else f"The forward of {name}"
+
+    def _other_path(self, where: str) -> UnsupportedStepError:
         return UnsupportedStepError(
-            f"{code} must run the same operations for the "
-            f"same decisions, got {where}. Move the code that differs into one of its submodules."
+            f"{self._code} must run the same operations for the same decisions, got {where}. Move "
+            "the code that differs into one of its submodules."
         )

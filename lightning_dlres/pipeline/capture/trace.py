@@ -63,6 +63,8 @@ class Event:
         is_local: True if the result of glue depends on more than its arguments: on a trainable
             parameter, a tensor of a block, or random numbers.
         is_random: True if it draws random numbers.
+        is_effect: True for an operation between the blocks of a step that changes a tensor from
+            outside of the step, such as a buffer. The code after all blocks runs it again.
         reads_values: True if the result is no tensor, but depends on the values of tensors, such as
             that of `Tensor.item`. The path of the forward may depend on it.
         metas: Descriptions of the tensors in the result of glue.
@@ -82,6 +84,7 @@ class Event:
     returned: int | None = None
     is_local: bool = False
     is_random: bool = False
+    is_effect: bool = False
     reads_values: bool = False
     metas: tuple[Any, ...] = ()
     decision: Any = None
@@ -149,6 +152,9 @@ class Trace:
         of_samples: Values whose first dimension is the samples, as a run with twice as many shows.
         scaled: Values whose shape depends on the number of samples in another way.
         sample_dims: For the values of both, the dimensions that are a multiple of the samples.
+        held: Values that variables of a step still hold after the last block. The step may use them
+            there in other steps.
+        outside: Storages of tensors that were there before a step.
         skeletons: Skeleton of the output of each call, without the number of samples; empty if the
             number is not known.
         prefix: Number of events before the first block that run once on the whole batch, and whose
@@ -161,6 +167,8 @@ class Trace:
     of_samples: frozenset[Value] = frozenset()
     scaled: frozenset[Value] = frozenset()
     sample_dims: Mapping[Value, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    held: tuple[Value, ...] = ()
+    outside: frozenset[int] = frozenset()
     skeletons: Mapping[int, Skeleton] = field(default_factory=dict)
     prefix: int | None = None
 
@@ -290,7 +298,12 @@ class Trace:
             written_later = {s for later in before[index + 1 :] for s in later.written}
             if any(self.storages[v] in fixed & written_later for v in event.inputs):
                 return f"{event.name} reads a tensor that a later operation changes in place"
+        if is_end:
+            needed += self._held_and_sendable(before, fixed)
+        effects = {id(e) for e in before if is_end and e.is_effect}
+        needed += [value for e in before if id(e) in effects for value in e.inputs]
         values, computed = self._sent(needed, before, fixed, is_end=is_end)
+        computed |= effects
         uncut = (value for value in values & self.scaled if self.sample_dim(value) is None)
         if self.prefix is not None and block == 0 and any(True for _ in uncut):
             return "no dimension is the samples in a tensor that depends on their number"
@@ -301,7 +314,10 @@ class Trace:
         numbers = {id(event): number for number, event in enumerate(self.glue)}
         glue = [(numbers[id(event)], event) for event in before if event.block is None]
         skipped = frozenset(
-            at for at, event in glue if event.written & fixed or (event.written and at < prefix)
+            at
+            for at, event in glue
+            if id(event) not in effects
+            and (event.written & fixed or (event.written and at < prefix))
         )
         open_ones = (e for e in before if e.reads_values)
         again = computed.union(id(e) for e in open_ones if decisions.index(id(e)) not in decided)
@@ -311,6 +327,14 @@ class Trace:
             # The first tensor shows the number of samples.
             ordered.sort(key=lambda value: self.sample_dim(value) is None)
         return Boundary(tuple(ordered), frozenset(repeated - skipped), skipped, frozenset(decided))
+
+    def _held_and_sendable(self, before: Sequence[Event], fixed: set[int]) -> list[Value]:
+        """Return the values that a step holds, without those whose parts cannot be joined."""
+        return [
+            value
+            for value in self.held
+            if None not in map(self.sample_dim, self._sent([value], before, fixed, is_end=True)[0])
+        ]
 
     def _needed(self, after: Sequence[Event], *, is_end: bool) -> list[Value]:
         """Return the values that events and the output take.
@@ -397,6 +421,7 @@ class Trace:
                 # The prefix runs again.
                 continue
             is_again = not is_early and self.storages[value] not in fixed
+            is_again |= has_inputs and self.storages[value] in self.outside
             if event.block is None and not event.is_random and not touched & writers.keys():
                 # What has no samples to be joined or cut is computed from what has.
                 is_joined = is_end and self._is_without_samples(value)

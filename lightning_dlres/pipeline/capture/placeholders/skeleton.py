@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import torch
@@ -72,11 +71,18 @@ def meta_of(tensor: Tensor) -> Meta:
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
 
 
-def placeholder(meta: Meta, device: torch.device) -> Any:
+def placeholder(meta: Meta, device: torch.device, *, is_marked: bool = False) -> Tensor:
     """Return an ordinary tensor with one element of memory.
 
     A FakeTensor would not do: user code may ask for its class, and take another path.
+
+    Args:
+        meta: Description of the tensor.
+        device: Its device.
+        is_marked: True for values that are no numbers, if the dtype has them.
     """
-    shape, dtype, requires_grad = meta
-    tensor = torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape)
+    shape, dtype_name, requires_grad = meta
+    dtype = getattr(torch, dtype_name)
+    value = float("nan") if is_marked and dtype.is_floating_point else 0
+    tensor = torch.full((), value, dtype=dtype, device=device).expand(shape)
     return tensor.requires_grad_(requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -113,6 +114,11 @@ class Recorder(GlueMode):
         self._buffers = {
             storage_key(b): n for n, b in module.named_buffers() if id(b) not in self._owners
         }
+        # Storages of tensors that were there before a step, and those that it changes between
+        # blocks.
+        self._outside: set[int] = set()
+        self._changed: set[int] = set()
+        self._held: tuple[Value, ...] | None = None
         self._inner = InsideOfBlocks(self._note_use)
         # Results of the user's own functions; see `_note_own_functions`.
         self._own: set[Value] = set()
@@ -166,8 +172,15 @@ class Recorder(GlueMode):
             else event
             for event in self._events
         )
-        trace = Trace(tuple(events), dict(self._storages), outputs, prefix=self._prefix())
-        if not self._is_over:
+        trace = Trace(
+            tuple(events),
+            dict(self._storages),
+            outputs,
+            held=self._held or (),
+            outside=frozenset(self._outside),
+            prefix=self._prefix(),
+        )
+        if self._step is None:
             self._refuse_kept(trace)
         return trace
 
@@ -202,7 +215,8 @@ class Recorder(GlueMode):
         for path, module in self._module.named_modules():
             if id(module) in inside:
                 continue
-            for name, value in vars(module).items():
+            buffers = dict(module.named_buffers(recurse=False))
+            for name, value in {**vars(module), **buffers}.items():
                 if name.startswith("_") and name in _MODULE_ATTRIBUTES:
                     continue
                 for tensor in tensors_in(value):
@@ -262,9 +276,7 @@ class Recorder(GlueMode):
                     is_checkpointed=bool(around),
                 )
             )
-            if self._step and number == self._last:
-                self._refuse_kept(Trace(tuple(self._events), dict(self._storages), ()))
-                self._is_over = True
+            self._is_over = self._step is not None and number == self._last
             return output
         finally:
             self.set_active(True)
@@ -298,7 +310,7 @@ class Recorder(GlueMode):
                     "Return it from the submodule."
                 )
         written = written_storages(arguments, versions)
-        for storage in written & self._buffers.keys():
+        for storage in written & self._buffers.keys() if self._step is None else ():
             raise UnsupportedStepError(
                 f"{self._place} must change buffers in submodules "
                 f"only, got a change of {self._buffers[storage]!r} between their calls. Move it "
@@ -308,6 +320,7 @@ class Recorder(GlueMode):
         inputs = tuple(self._value(t) for t in arguments if self._is_known(t))
         if any(t.requires_grad for t in arguments):
             self._refuse_checkpoint(name)
+        is_effect = self._note_outside(name, arguments, written, result)
         index, given = self._glue, {id(t) for t in arguments}
         self._glue += 1
         outputs = list(tensors_in(result))
@@ -328,14 +341,55 @@ class Recorder(GlueMode):
                 returned=next((i for i, t in enumerate(arguments) if t is result), None),
                 is_local=is_local or is_random,
                 is_random=is_random,
+                is_effect=is_effect,
                 reads_values=reads_values,
                 decision=plain(result) if reads_values else None,
             )
         )
         return result
 
+    def _note_outside(
+        self, name: str, arguments: Sequence[Tensor], written: Collection[int], result: Any
+    ) -> bool:
+        """Note tensors from outside of a step; return True if an operation changes one between
+        blocks.
+
+        Args:
+            name: Name of the operation.
+            arguments: Tensors that it takes.
+            written: Storages that it writes to.
+            result: Its result.
+        """
+        if self._step is None:
+            return False
+        self._outside.update(storage_key(t) for t in arguments if not self._is_known(t))
+        changed = self._outside.intersection(written) if self.order else set()
+        results = list(tensors_in(result))
+        is_use = not results or any(storage_key(t) not in self._outside for t in results)
+        if is_use and not changed and self._changed.intersection(map(storage_key, arguments)):
+            raise UnsupportedStepError(
+                f"{self._place} must not use a tensor between its submodules that it has changed "
+                f"there, such as a buffer, got {name}. Change it after the last submodule."
+            )
+        self._changed |= changed
+        return bool(changed)
+
+    def _held_by_step(self) -> tuple[Value, ...]:
+        """Return the values in variables of the step and of functions that it calls, and in
+        attributes, where it may use them in other steps."""
+        tensors = [tensor for _, tensor in self._kept_elsewhere(*self._arguments)]
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code is not _TOP:
+            # Variables of a `forward` are mostly used up, and may be large.
+            if frame.f_code.co_name != "forward" and frame.f_globals.get("__name__") != __name__:
+                tensors += tensors_in(dict(frame.f_locals))
+            frame = frame.f_back  # type: ignore[assignment]
+        return tuple(dict.fromkeys(self._value(t) for t in tensors if self._is_known(t)))
+
     def _after_blocks(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operation after the last block, where a step may do anything."""
+        if self._held is None:
+            self._held = self._held_by_step()
         arguments = list(tensors_in((args, kwargs)))
         for tensor in arguments:
             self._note_use(tensor, "", name)

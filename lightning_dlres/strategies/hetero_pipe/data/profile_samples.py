@@ -27,6 +27,10 @@ from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 
 
+# Samples on which a training step is compared with parts of them.
+_STEP_SAMPLES = 16
+
+
 def read_samples(
     trainer: Trainer, context: StepContext, config: ProfileConfig, microbatches: int
 ) -> ProfileSamples:
@@ -56,6 +60,9 @@ def read_samples(
         # samples are read: one alone cannot show if a layer's output for a sample depends on other
         # samples.
         num_requested = max(num_profiled, 2) if num_profiled and microbatch_size else None
+        if num_requested and context.pipelined.is_step:
+            # Few samples may not show what the step does with a whole batch.
+            num_requested = max(num_requested, min(batch_size or 0, _STEP_SAMPLES))
         data, num_read = _read_on_cpu(trainer, context, loader, num_requested)
         num_samples = num_read or samples_in(data) or 1
         if microbatch_size is None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from lightning_dlres.core import rng
-from lightning_dlres.core.errors import DlresError
+from lightning_dlres.core.errors import DlresError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors
+from lightning_dlres.pipeline.capture.tracing.coupling import coupling
 from lightning_dlres.pipeline.execute.runtime import SKIPPED
 from lightning_dlres.pipeline.profile.config import ProfileSamples
 from lightning_dlres.strategies.hetero_pipe.step.step_context import Pipelined, StepContext
@@ -34,16 +35,32 @@ def cut_on_samples(context: StepContext, samples: ProfileSamples) -> Pipelined:
     Raises:
         UnsupportedStepError: If the code cannot be cut. The user's code may raise anything else.
     """
-    pipelined = context.pipelined
+    pipelined, step = context.pipelined, partial(opened_between_layers, context)
     context.rewind_random_state = rng.rewinder(context.device)
     inputs: Tree = (context.trial_args(samples.batches[0]), {})
     if not pipelined.is_step:
         inputs = samples.inputs[0]
-    homes = {p.device for p in pipelined.module.parameters() if not p.is_meta}
-    if len(homes) == 1:
-        home = homes.pop()
-        inputs = map_tensors(lambda tensor: tensor.to(home), inputs)
-    return pipelined.captured_on(context.module, inputs, partial(opened_between_layers, context))
+    inputs = _at_home(context, inputs)
+    cut = pipelined.captured_on(context.module, inputs, step)
+    if pipelined.is_step and samples.microbatches > 1 and cut.captured is not None:
+        batch = _at_home(context, (context.trial_args(samples.whole_batch), {}))
+        reason = coupling(cut.captured, batch)
+        if reason:
+            raise UnsupportedStepError(
+                f"{type(context.module).__name__}.training_step must treat each sample alone "
+                f"between its submodules, where it runs on micro-batches, but {reason}. Move the "
+                "code before the first call or after the last one, or use microbatches=1."
+            )
+    return cut
+
+
+def _at_home(context: StepContext, tree: Tree) -> Tree:
+    """Return a tree on the device of the pipelined module."""
+    homes = {p.device for p in context.pipelined.module.parameters() if not p.is_meta}
+    if len(homes) != 1:
+        return tree
+    home = homes.pop()
+    return map_tensors(lambda tensor: tensor.to(home), tree)
 
 
 def with_inputs(context: StepContext, samples: ProfileSamples) -> ProfileSamples:

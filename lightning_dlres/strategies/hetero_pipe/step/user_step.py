@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_dlres.core import rng
 from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.core.wire.nested import tensors_in
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.capture.crossing import Returned
 from lightning_dlres.pipeline.execute.runtime import SKIPPED
@@ -353,7 +354,8 @@ def opened_between_layers(context: StepContext) -> Iterator[Callable[..., Any]]:
 
             def code(*args: Any) -> list[Any]:
                 result = context.module.training_step(*args)
-                return [result, [log.value for log in run.logs if isinstance(log.value, Tensor)]]
+                logged = [log.value for log in run.logs if isinstance(log.value, Tensor)]
+                return [result, logged, [*tensors_in([vars(call) for call in run.logger_calls])]]
 
             yield code
     finally:

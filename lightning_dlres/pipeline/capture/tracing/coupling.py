@@ -1,0 +1,156 @@
+"""Check that the code of a step between its layers treats each sample alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.core.error_places import place_of
+from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of, unflatten
+from lightning_dlres.pipeline.capture.block_calls import (
+    calls_replaced,
+    original_call,
+    with_values,
+    without_graphs,
+)
+from lightning_dlres.pipeline.capture.captured import CapturedModule
+from lightning_dlres.pipeline.capture.modes import TRAINING, device_of, seed_layer, trial
+from lightning_dlres.pipeline.capture.trace import BLOCK, Value
+from lightning_dlres.pipeline.stage.microbatch import cut, parted, samples_in
+
+# Relative difference that counts as rounding.
+_TOLERANCE = 1e-3
+
+
+class _Coupled(Exception):
+    """A call gets other values for a part of the batch than for the whole."""
+
+
+def coupling(captured: CapturedModule, inputs: Tree) -> str:
+    """Return why the code between the layers of a step needs the whole batch; "" if it does not.
+
+    The code runs on the whole batch, and on two parts of it with the same outputs of layers.
+
+    Args:
+        captured: The step, cut into layers.
+        inputs: (args, kwargs) of a call of it, with at least two samples.
+    """
+    samples, step, trace = samples_in(inputs) or 1, captured.step, captured.trace
+    between = zip(trace.glue, trace.glue_layers, strict=True)
+    is_random = any(e.is_random and 0 <= n < len(captured.blocks) for e, n in between)
+    if step is None or samples < 2 or is_random:
+        return ""
+    device = device_of(inputs)
+    with trial(captured.module, TRAINING, device):
+        calls = _recorded_calls(captured, inputs)
+    with trial(captured.module, TRAINING, device):
+        seed_layer(-1)
+        crossing = captured.begin(step, map_tensors(Tensor.clone, inputs), seed_layer)
+    sizes = [samples - samples // 2, samples // 2]
+    parts = [(0, samples, crossing), *zip((0, sizes[0]), sizes, cut(crossing, sizes), strict=True)]
+    ends: list[list[Tensor]] = []
+    try:
+        for start, size, part in parts:
+            with trial(captured.module, TRAINING, device):
+                copies = {
+                    layer: _Replayed(captured, layer, calls, slice(start, start + size), samples)
+                    for layer in range(len(captured.blocks))
+                }
+                end = captured.run(range(len(captured.blocks)), part, copies=copies)
+            ends.append(tensors_of(parted(end)))
+        for (start, size, _), end_of_part in zip(parts[1:], ends[1:], strict=True):
+            for whole, tensor in zip(ends[0], end_of_part, strict=True):
+                if not _is_part(tensor, whole, slice(start, start + size), samples):
+                    raise _Coupled("a result that is used after the last submodule")
+    except _Coupled as error:
+        return f"{error} is another one for a part of the batch"
+    except Exception as error:
+        place = place_of(error)
+        at = f" at {place}" if place else ""
+        return f"it fails for a part of the batch with {type(error).__name__}: {error}{at}"
+    return ""
+
+
+def _recorded_calls(captured: CapturedModule, inputs: Tree) -> dict[int, tuple[Tree, Tree]]:
+    """Return the tensors of the arguments and the output of each call, by its number."""
+    calls: dict[int, tuple[Tree, Tree]] = {}
+    num_calls = [0] * len(captured.blocks)
+
+    def call(layer: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        number = layer + num_calls[layer] * len(captured.blocks)
+        num_calls[layer] += 1
+        seed_layer(number)
+        target = with_values(block, (args, kwargs))
+        arguments = [t.detach().clone() for t in tensors_of((args, kwargs))]
+        output = original_call(target, args, kwargs)
+        calls[number] = arguments, map_tensors(lambda t: t.detach().clone(), output)
+        return output if target is block else without_graphs(output, args, kwargs)
+
+    args, kwargs = map_tensors(Tensor.clone, inputs)
+    seed_layer(-1)
+    with captured.opened() as code, calls_replaced(dict(enumerate(captured.blocks)), call):
+        code(*args, **kwargs)
+    return calls
+
+
+class _Replayed(nn.Module):
+    """Module in the place of a block, which returns what the block has returned for the batch.
+
+    Args:
+        captured: The step.
+        layer: Layer of the block.
+        calls: Arguments and outputs of calls, for the whole batch.
+        part: Samples of this part.
+        samples: Samples of the batch.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedModule,
+        layer: int,
+        calls: dict[int, tuple[Tree, Tree]],
+        part: slice,
+        samples: int,
+    ) -> None:
+        super().__init__()
+        self._name, self._call, self._count = captured.names[layer], layer, len(captured.blocks)
+        self._trace, self._calls, self._part = captured.trace, calls, part
+        self._samples = samples
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call, self._call = self._call, self._call + self._count
+        whole, output = self._calls[call]
+        for expected, tensor in zip(whole, tensors_of((args, kwargs)), strict=True):
+            if not _is_part(tensor, expected, self._part, self._samples):
+                raise _Coupled(f"the input of {self._name!r}")
+        structure, tensors = flatten(output)
+        aliases = dict(self._trace.calls[call].aliases)
+        pieces = []
+        for position, tensor in enumerate(tensors):
+            value = aliases.get(position, Value(BLOCK, call, position))
+            for dim, factor in self._trace.sample_dims.get(value, ()):
+                tensor = _narrowed(tensor, dim, factor, self._part)
+            pieces.append(tensor.clone().requires_grad_(tensor.is_floating_point()))
+        return unflatten(structure, pieces)
+
+
+def _narrowed(tensor: Tensor, dim: int, factor: int, part: slice) -> Tensor:
+    return tensor.narrow(dim, factor * part.start, factor * (part.stop - part.start))
+
+
+def _is_part(tensor: Tensor, whole: Tensor, part: slice, samples: int) -> bool:
+    """Return True if a tensor is the part of another one, or the same for all parts."""
+    size = part.stop - part.start
+    if tensor.dim() != whole.dim() or tensor.dtype != whole.dtype:
+        return False
+    for dim, (count, of_whole) in enumerate(zip(tensor.shape, whole.shape, strict=True)):
+        if count != of_whole:
+            if of_whole % samples or count * samples != of_whole * size:
+                return False
+            whole = _narrowed(whole, dim, of_whole // samples, part)
+    if not whole.is_floating_point():
+        return torch.equal(tensor, whole)
+    scale = float(whole.detach().abs().max()) if whole.numel() else 0.0
+    return torch.allclose(tensor, whole, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
