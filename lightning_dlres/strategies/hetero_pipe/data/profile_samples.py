@@ -26,7 +26,6 @@ from lightning_dlres.strategies.hetero_pipe.step.single_device_view import singl
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 
-
 # Samples on which a training step is compared with parts of them.
 _STEP_SAMPLES = 16
 
