@@ -64,7 +64,8 @@ class Event:
             parameter, a tensor of a block, or random numbers.
         is_random: True if it draws random numbers.
         is_effect: True for an operation between the blocks of a step that changes a tensor from
-            outside of the step, such as a buffer. The code after all blocks runs it again.
+            outside of the step, such as a buffer. The code after all blocks runs it again, and so
+            do all layers if it takes no value.
         reads_values: True if the result is no tensor, but depends on the values of tensors, such as
             that of `Tensor.item`. The path of the forward may depend on it.
         metas: Descriptions of the tensors in the result of glue.
@@ -300,7 +301,7 @@ class Trace:
                 return f"{event.name} reads a tensor that a later operation changes in place"
         if is_end:
             needed += self._held_and_sendable(before, fixed)
-        effects = {id(e) for e in before if is_end and e.is_effect}
+        effects = {id(e) for e in before if e.is_effect and (is_end or not e.inputs)}
         needed += [value for e in before if id(e) in effects for value in e.inputs]
         values, computed = self._sent(needed, before, fixed, is_end=is_end)
         computed |= effects

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dlres import ConfigError
+from lightning_dlres.core.errors import PeerLostError, UnsupportedStepError
 from lightning_dlres.strategies.hetero_pipe.step.module_search import find_pipelined_module
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, differences_in, fit, no_differences_in
@@ -155,6 +156,33 @@ class TwoViews(Autoencoder):
         return projected
 
 
+class Later(Autoencoder):
+    """Step that uses results between its modules only in later steps, and keeps some there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("largest", torch.zeros(3))
+        self.extent = torch.zeros(3)
+        self.optional = nn.Linear(3, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        code = self.encoder(batch[0])
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(code.mean(0), alpha=0.1)
+            self.extent[:] = code.amax(0)
+        self.largest = 0.5 * self.largest + code.detach().amax(0)
+        loss = F.mse_loss(self.decoder(code), batch[0])
+        if self.current_epoch >= 1:
+            size = code.square().mean()
+            self.log("size", size)
+            loss = loss + size
+        if batch_idx % 2:
+            loss = loss + self.optional(code).square().mean()
+        self.observed += self.extent.tolist()
+        return loss
+
+
 class Centers(nn.Module):
     """Loss with parameters: the distance to the centre of a sample's class."""
 
@@ -193,7 +221,7 @@ class TwoHeads(Autoencoder):
 
 
 def cases(stages: int) -> dict[str, Case]:
-    kinds = (Autoencoder, OwnForward, Variational, Prepared, Translator, TwoHeads, TwoViews)
+    kinds = (Autoencoder, OwnForward, Variational, Prepared, Translator, TwoHeads, TwoViews, Later)
     options = {**MEASURED, "stages": stages}
     made = {kind.__name__: Case(kind, data=no_data, options=options) for kind in kinds}
     made["1F1B"] = Case(OwnForward, "1f1b", "1f1b", data=no_data, options=options)
@@ -241,10 +269,27 @@ class DecidesBetween(Autoencoder):
         return self.decoder(code).square().mean()
 
 
-class Keeps(Autoencoder):
+class CentersBetween(Autoencoder):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.code = self.encoder(batch[0])
-        return self.decoder(self.code).square().mean()
+        code = self.encoder(batch[0])
+        return self.decoder(code - code.mean(0)).square().mean()
+
+
+class CountsBefore(Autoencoder):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        count = len(batch[0])
+        return self.decoder(self.encoder(batch[0]) * count).square().mean()
+
+
+class UsesChanged(Autoencoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        code = self.encoder(batch[0])
+        self.mean.add_(code.detach().mean(0))
+        return self.decoder(code - self.mean).square().mean()
 
 
 class CallsTwice(Autoencoder):
@@ -262,7 +307,9 @@ class SamplesTimesFeatures(Autoencoder):
 
 REFUSED = {
     DecidesBetween: "must not decide by the values of tensors between its submodules",
-    Keeps: "got the attribute 'code', which keeps one",
+    CentersBetween: "the input of 'decoder.0' is another one for a part of the batch",
+    CountsBefore: "the input of 'decoder.0' is another one for a part of the batch",
+    UsesChanged: "must not use a tensor between its submodules that it has changed there",
     CallsTwice: "it has 1 of the 2 layers that are needed",
     SamplesTimesFeatures: "returns a tensor without a dimension for the samples",
 }
@@ -282,6 +329,27 @@ def test_steps_that_cannot_be_cut_are_refused_with_a_way_out(pool: RankPool) -> 
         for text, reason in zip(texts, REFUSED.values(), strict=True):
             assert reason in text
             assert "HeteroPipeStrategy(module='encoder')" in text
+
+
+class LaterInForward(Autoencoder):
+    def forward(self, x: Tensor) -> Tensor:
+        code = self.encoder(x)
+        restored: Tensor = self.decoder(code)
+        return restored * code.mean() if self.current_epoch else restored
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).square().mean()
+
+
+def later_error(context: RankContext) -> str:
+    with pytest.raises((UnsupportedStepError, PeerLostError)) as caught:
+        fit(context, Case(LaterInForward, data=no_data, options={**MEASURED, "stages": 2}))
+    return str(caught.value)
+
+
+def test_a_use_of_what_was_not_sent_is_an_error(pool: RankPool) -> None:
+    for text in pool.run(later_error, 2):
+        assert "must use after its last submodule only what it has used" in text
 
 
 def test_a_model_with_several_modules_is_cut_at_its_step() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -35,6 +36,7 @@ from lightning_dlres.pipeline.capture.segment_state import OpenStep
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, Boundary, Trace, Value
 from lightning_dlres.pipeline.capture.tracing.agreement import check_agreement
 from lightning_dlres.pipeline.capture.tracing.recording import NotALayer, Recorder
+from lightning_dlres.pipeline.capture.tracing.step_recording import StepTraceRecorder
 from lightning_dlres.pipeline.stage.initialise import fill_deferred
 from lightning_dlres.pipeline.stage.microbatch import cut, cut_batch, doubled, samples_in
 
@@ -246,7 +248,10 @@ class BlockCapture:
             for value in (v for v in boundary.values if trace.sample_dim(v) is None):
                 if value.source == BLOCK:
                     name = list(self.blocks)[value.index % len(self.blocks)]
-                    reason = "returns a tensor without a dimension for the samples"
+                    reason = (
+                        "returns a tensor without a dimension for the samples, which is needed "
+                        "after the last one (stack views of a batch on a second dimension)"
+                    )
                     raise NotALayer(name, reason, is_glue=True)
                 raise UnsupportedStepError(
                     f"{type(self.module).__name__}.training_step must use tensors with a dimension "
@@ -274,14 +279,15 @@ class BlockCapture:
         outputs: Mapping[int, BlockOutput] | None = None,
         decisions: Decisions = (),
     ) -> Run:
-        recorder = Recorder(
+        make: Callable[..., Recorder] = Recorder
+        if self.step is not None:
+            make = partial(StepTraceRecorder, step=self.step, last=self.last)
+        recorder = make(
             self.module,
             self.blocks,
             seed_layer,
             outputs,
             decisions,
-            step=self.step,
-            last=self.last,
             allows_repeats=self.repeats,
         )
         args, kwargs = map_tensors(Tensor.clone, self.inputs)

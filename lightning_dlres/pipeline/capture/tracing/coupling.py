@@ -122,25 +122,47 @@ class _Replayed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call, self._call = self._call, self._call + self._count
         whole, output = self._calls[call]
-        for expected, tensor in zip(whole, tensors_of((args, kwargs)), strict=True):
-            if not _is_part(tensor, expected, self._part, self._samples):
-                raise _Coupled(f"the input of {self._name!r}")
+        pairs = list(zip(whole, tensors_of((args, kwargs)), strict=True))
+        # Several rows of a sample may follow each other, or the samples of a view.
+        by_view = not all(_is_part(t, w, self._part, self._samples) for w, t in pairs)
+        if by_view and not all(
+            _is_part(t, w, self._part, self._samples, by_view=True) for w, t in pairs
+        ):
+            raise _Coupled(f"the input of {self._name!r}")
         structure, tensors = flatten(output)
         aliases = dict(self._trace.calls[call].aliases)
         pieces = []
         for position, tensor in enumerate(tensors):
             value = aliases.get(position, Value(BLOCK, call, position))
             for dim, factor in self._trace.sample_dims.get(value, ()):
-                tensor = _narrowed(tensor, dim, factor, self._part)
-            pieces.append(tensor.clone().requires_grad_(tensor.is_floating_point()))
+                tensor = _narrowed(tensor, dim, factor, self._part, by_view=by_view)
+            # No leaf, since user code may change it in place.
+            pieces.append(tensor.detach().requires_grad_(tensor.is_floating_point()).clone())
         return unflatten(structure, pieces)
 
 
-def _narrowed(tensor: Tensor, dim: int, factor: int, part: slice) -> Tensor:
-    return tensor.narrow(dim, factor * part.start, factor * (part.stop - part.start))
+def _narrowed(tensor: Tensor, dim: int, factor: int, part: slice, *, by_view: bool) -> Tensor:
+    """Return the samples of a part.
+
+    Args:
+        tensor: Tensor for the whole batch.
+        dim: Dimension with the samples.
+        factor: Rows of each sample in it.
+        part: The samples.
+        by_view: True if the first rows of all samples come first; False if the rows of a sample
+            follow each other.
+    """
+    size = part.stop - part.start
+    if not by_view or factor == 1:
+        return tensor.narrow(dim, factor * part.start, factor * size)
+    views = tensor.unflatten(dim, (factor, -1))
+    narrowed: Tensor = views.narrow(dim + 1, part.start, size).flatten(dim, dim + 1)
+    return narrowed
 
 
-def _is_part(tensor: Tensor, whole: Tensor, part: slice, samples: int) -> bool:
+def _is_part(
+    tensor: Tensor, whole: Tensor, part: slice, samples: int, *, by_view: bool = False
+) -> bool:
     """Return True if a tensor is the part of another one, or the same for all parts."""
     size = part.stop - part.start
     if tensor.dim() != whole.dim() or tensor.dtype != whole.dtype:
@@ -149,7 +171,7 @@ def _is_part(tensor: Tensor, whole: Tensor, part: slice, samples: int) -> bool:
         if count != of_whole:
             if of_whole % samples or count * samples != of_whole * size:
                 return False
-            whole = _narrowed(whole, dim, of_whole // samples, part)
+            whole = _narrowed(whole, dim, of_whole // samples, part, by_view=by_view)
     if not whole.is_floating_point():
         return torch.equal(tensor, whole)
     scale = float(whole.detach().abs().max()) if whole.numel() else 0.0

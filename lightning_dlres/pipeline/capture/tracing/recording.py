@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,6 @@ from lightning_dlres.pipeline.capture.operations import (
 )
 from lightning_dlres.pipeline.capture.placeholders.block_output import BlockOutput
 from lightning_dlres.pipeline.capture.placeholders.skeleton import meta_of
-from lightning_dlres.pipeline.capture.segment_state import OpenStep
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Event, Trace, Value
 from lightning_dlres.pipeline.capture.tracing.inside_of_blocks import InsideOfBlocks
 from lightning_dlres.pipeline.capture.tracing.tensor_states import (
@@ -75,9 +73,6 @@ class Recorder(GlueMode):
         outputs: Description of the output of each block, by index. Blocks then do not run, and
             return zeros. None lets them run.
         decisions: Results of the first operations that read values of tensors.
-        step: Opens the training step that runs in the place of the forward; None for the forward.
-        last: Number of the call after which the code of a step may do anything; None if no call
-            is known to be the last one.
         allows_repeats: True if a block may be called several times.
     """
 
@@ -89,13 +84,13 @@ class Recorder(GlueMode):
         outputs: Mapping[int, BlockOutput] | None = None,
         decisions: Sequence[Any] = (),
         *,
-        step: OpenStep | None = None,
-        last: int | None = None,
         allows_repeats: bool = False,
     ) -> None:
         super().__init__()
         self._allows_repeats = allows_repeats
-        self._step, self._last, self._is_over = step, last, False
+        # For steps: the number of the call after which the code may do anything.
+        self._last: int | None = None
+        self._is_over = False
         self._outputs, self._given_decisions, self._num_decisions = outputs, decisions, 0
         self._module, self._names = module, list(blocks)
         self._blocks, self._before_block = dict(enumerate(blocks.values())), before_block
@@ -114,11 +109,6 @@ class Recorder(GlueMode):
         self._buffers = {
             storage_key(b): n for n, b in module.named_buffers() if id(b) not in self._owners
         }
-        # Storages of tensors that were there before a step, and those that it changes between
-        # blocks.
-        self._outside: set[int] = set()
-        self._changed: set[int] = set()
-        self._held: tuple[Value, ...] | None = None
         self._inner = InsideOfBlocks(self._note_use)
         # Results of the user's own functions; see `_note_own_functions`.
         self._own: set[Value] = set()
@@ -151,10 +141,10 @@ class Recorder(GlueMode):
     def _run(self, args: Any, kwargs: Any) -> Trace:
         for position, tensor in enumerate(tensors_of((args, kwargs))):
             self._define(Value(INPUT, 0, position), tensor)
-        self._before_block(-1 if self._step else 0)
+        self._before_block(self._first_seed)
         given = {id(tensor) for tensor in tensors_in((args, kwargs))}
         self._arguments = args, kwargs, given
-        with self._step() if self._step else nullcontext(self._module.forward) as code:
+        with self._opened() as code:
             # Only now is this the innermost mode.
             self.set_active(True)
             try:
@@ -172,30 +162,24 @@ class Recorder(GlueMode):
             else event
             for event in self._events
         )
-        trace = Trace(
-            tuple(events),
-            dict(self._storages),
-            outputs,
-            held=self._held or (),
-            outside=frozenset(self._outside),
-            prefix=self._prefix(),
-        )
-        if self._step is None:
-            self._refuse_kept(trace)
-        return trace
+        return self._checked(Trace(tuple(events), dict(self._storages), outputs))
 
-    def _prefix(self) -> int | None:
-        """Return the number of events before the first block of a step; None for a module."""
-        if self._step is None:
-            return None
-        calls = (at for at, event in enumerate(self._events) if event.block is not None)
-        return next(calls, len(self._events))
+    # Number of the seed at the start.
+    _first_seed = 0
+
+    def _opened(self) -> AbstractContextManager[Callable[..., Any]]:
+        """Return the context in which the recorded code runs."""
+        return nullcontext(self._module.forward)
 
     @property
     def _place(self) -> str:
         """Name of the recorded code, for messages."""
-        name = type(self._module).__name__
-        return f"{name}.training_step" if self._step else f"The forward of {name}"
+        return f"The forward of {type(self._module).__name__}"
+
+    def _checked(self, trace: Trace) -> Trace:
+        """Return a trace after the last checks."""
+        self._refuse_kept(trace)
+        return trace
 
     def _refuse_kept(self, trace: Trace) -> None:
         """Check that no tensor of a layer is kept where the trace does not show its use."""
@@ -276,7 +260,7 @@ class Recorder(GlueMode):
                     is_checkpointed=bool(around),
                 )
             )
-            self._is_over = self._step is not None and number == self._last
+            self._is_over = number == self._last
             return output
         finally:
             self.set_active(True)
@@ -310,7 +294,7 @@ class Recorder(GlueMode):
                     "Return it from the submodule."
                 )
         written = written_storages(arguments, versions)
-        for storage in written & self._buffers.keys() if self._step is None else ():
+        for storage in written & self._buffers.keys():
             raise UnsupportedStepError(
                 f"{self._place} must change buffers in submodules "
                 f"only, got a change of {self._buffers[storage]!r} between their calls. Move it "
@@ -351,51 +335,12 @@ class Recorder(GlueMode):
     def _note_outside(
         self, name: str, arguments: Sequence[Tensor], written: Collection[int], result: Any
     ) -> bool:
-        """Note tensors from outside of a step; return True if an operation changes one between
-        blocks.
-
-        Args:
-            name: Name of the operation.
-            arguments: Tensors that it takes.
-            written: Storages that it writes to.
-            result: Its result.
-        """
-        if self._step is None:
-            return False
-        self._outside.update(storage_key(t) for t in arguments if not self._is_known(t))
-        changed = self._outside.intersection(written) if self.order else set()
-        results = list(tensors_in(result))
-        is_use = not results or any(storage_key(t) not in self._outside for t in results)
-        if is_use and not changed and self._changed.intersection(map(storage_key, arguments)):
-            raise UnsupportedStepError(
-                f"{self._place} must not use a tensor between its submodules that it has changed "
-                f"there, such as a buffer, got {name}. Change it after the last submodule."
-            )
-        self._changed |= changed
-        return bool(changed)
-
-    def _held_by_step(self) -> tuple[Value, ...]:
-        """Return the values in variables of the step and of functions that it calls, and in
-        attributes, where it may use them in other steps."""
-        tensors = [tensor for _, tensor in self._kept_elsewhere(*self._arguments)]
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code is not _TOP:
-            # Variables of a `forward` are mostly used up, and may be large.
-            if frame.f_code.co_name != "forward" and frame.f_globals.get("__name__") != __name__:
-                tensors += tensors_in(dict(frame.f_locals))
-            frame = frame.f_back  # type: ignore[assignment]
-        return tuple(dict.fromkeys(self._value(t) for t in tensors if self._is_known(t)))
+        """Return True if an operation changes a tensor that was there before; for steps only."""
+        return False
 
     def _after_blocks(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operation after the last block, where a step may do anything."""
-        if self._held is None:
-            self._held = self._held_by_step()
-        arguments = list(tensors_in((args, kwargs)))
-        for tensor in arguments:
-            self._note_use(tensor, "", name)
-        inputs = tuple(self._value(t) for t in arguments if self._is_known(t))
-        self._events += [Event(name, None, inputs)] if inputs else []
-        return function(*args, **kwargs)
+        """Return the result of an operation after the last block; for steps only."""
+        raise NotImplementedError
 
     def _note_use(self, tensor: Tensor, block: str, operation: str) -> bool:
         """Note that an operation uses a tensor; return True for a trainable parameter.
