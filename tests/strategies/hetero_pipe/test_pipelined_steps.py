@@ -306,7 +306,7 @@ class SamplesTimesFeatures(Autoencoder):
 
 
 REFUSED = {
-    DecidesBetween: "must not decide by the values of tensors between its submodules",
+    DecidesBetween: "must not read the values of tensors between its submodules",
     CentersBetween: "the input of 'decoder.0' is another one for a part of the batch",
     CountsBefore: "the input of 'decoder.0' is another one for a part of the batch",
     UsesChanged: "must not use a tensor between its submodules that it has changed there",

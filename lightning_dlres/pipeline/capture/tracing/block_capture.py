@@ -269,9 +269,9 @@ class BlockCapture:
         for event in between:
             if event.reads_values and event.inputs:
                 raise UnsupportedStepError(
-                    f"{type(self.module).__name__}.training_step must not decide by the values of "
-                    f"tensors between its submodules, got {event.name}. Move the code that decides "
-                    "into a submodule."
+                    f"{type(self.module).__name__}.training_step must not read the values of "
+                    f"tensors between its submodules, as decisions, prints and metrics do, got "
+                    f"{event.name}. Do it after the last submodule, or inside of one."
                 )
 
     def _recorded(

@@ -51,7 +51,7 @@ class _MemberOutput:
             f"The output of '{path}.{index}' must only be used as the first argument of "
             f"'{path}.{index + 1}', got another use. The members of a pipelined nn.ModuleList must "
             "be called one after the other, with nothing in between. Move the code between them "
-            "into the members."
+            "into the members, or cut the step with HeteroPipeStrategy(module='training_step')."
         )
 
 
