@@ -21,7 +21,7 @@ from lightning_dlres.callbacks.parameter_mirror import ParameterMirror
 from lightning_dlres.strategies.parameter_server.strategy import ParameterServerStrategy
 from tests.support.models import QUIET
 
-WIDTH, LAYERS, STEPS = 768, 40, 4
+WIDTH, LAYERS, STEPS = 768, 40, 2
 
 
 class Large(LightningModule):

@@ -317,3 +317,56 @@ def test_members_of_a_dict_are_layers() -> None:
 
 def sample(seed: int) -> Tensor:
     return torch.randn(6, FEATURES, generator=torch.Generator().manual_seed(seed))
+
+
+def uses_more_later(m: Module, x: Tensor) -> Tensor:
+    y = m.a(x)
+    output = m.d(m.c(m.b(y)))
+    return output * y if hasattr(m, "is_later") else output
+
+
+def test_a_use_of_what_was_not_sent_is_an_error() -> None:
+    module, inputs = Module(uses_more_later), ((sample(0),), {})
+    captured = capture(module, inputs)
+    module.is_later = True
+    message = "must use after its last submodule only what it has used"
+    with pytest.raises(UnsupportedStepError, match=message):
+        chain_result(captured, inputs, [2])
+
+
+def two_views(m: Module, x: Tensor) -> Tensor:
+    first, second = (m.b(torch.relu(m.a(view))) for view in (x, x.flip(1) + torch.rand_like(x)))
+    ends = [m.d(m.c(view)) for view in (first, second)]
+    return (ends[0] * second.detach()).sum(1) + (ends[1] * first.detach()).sum(1)
+
+
+def two_views_of_one_block_between(m: Module, x: Tensor) -> Tensor:
+    first = m.b(m.a(x))
+    second = m.a(2 * x).relu_()
+    both = m.c(first + second * (x > 0) * m.scale)
+    return m.d(both) + m.d(F.normalize(second, dim=1))
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("code", [two_views, two_views_of_one_block_between])
+def test_blocks_that_are_called_for_several_views_are_layers(code: Code, is_training: bool) -> None:
+    module = Module(code)
+    captured = capture(module, ((sample(0),), {}))
+    assert captured.names == ("a", "b", "c", "d")
+    module.train(is_training)
+    for cuts in cuts_of(captured):
+        for inputs in (((sample(0),), {}), ((sample(1)[:2],), {})):
+            ours = chain_result(captured, inputs, cuts)
+            assert_alike(ours, plain_result(captured, inputs))
+
+
+def changes_its_sizes(m: Module, x: Tensor) -> Tensor:
+    views = [m.b(m.a(view)) for view in (x, -x)]
+    return m.d(m.c(views[0] + views[1]))
+
+
+def test_views_need_outputs_of_the_same_sizes() -> None:
+    module = Module(changes_its_sizes)
+    captured = capture(module, ((torch.randn(4, 3, FEATURES),), {}))
+    with pytest.raises(UnsupportedStepError, match="must have the same sizes in all batches"):
+        chain_result(captured, ((torch.randn(4, 2, FEATURES),), {}), [1])

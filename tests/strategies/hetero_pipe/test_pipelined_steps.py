@@ -225,7 +225,6 @@ def cases(stages: int) -> dict[str, Case]:
     options = {**MEASURED, "stages": stages}
     made = {kind.__name__: Case(kind, data=no_data, options=options) for kind in kinds}
     made["1F1B"] = Case(OwnForward, "1f1b", "1f1b", data=no_data, options=options)
-    made["by name"] = Case(OwnForward, data=no_data, options={**options, "module": "training_step"})
     return made
 
 
@@ -353,6 +352,7 @@ def test_a_use_of_what_was_not_sent_is_an_error(pool: RankPool) -> None:
 
 
 def test_a_model_with_several_modules_is_cut_at_its_step() -> None:
-    found = find_pipelined_module(OwnForward(), None)
-    assert found.is_step
-    assert found.layers.names == ("first", "second", "head")
+    for name in (None, "training_step"):
+        found = find_pipelined_module(OwnForward(), name)
+        assert found.is_step
+        assert found.layers.names == ("first", "second", "head")
