@@ -161,8 +161,6 @@ class SegmentState:
 
         They get a first dimension of 1, which is not the number of samples.
         """
-        if self._is_single:
-            return list(tensors)
         dims = map(self._trace.sample_dim, values)
         pairs = zip(dims, tensors, strict=True)
         return [change(tensor, 0) if dim is None else tensor for dim, tensor in pairs]
@@ -215,6 +213,9 @@ class SegmentState:
             ),
             -1,
         )
+        if samples == SAMPLES and at >= 0:
+            # The rows of a step may be others than the samples of its batch.
+            samples = tensors[at].shape[0]
         decisions = self._decisions
         if is_end:
             decided = self._until.decided

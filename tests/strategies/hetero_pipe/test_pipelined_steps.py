@@ -156,6 +156,15 @@ class TwoViews(Autoencoder):
         return projected
 
 
+class ViewsInOne(Autoencoder):
+    """Step with two views of the batch in one tensor, one after the other."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        views = torch.cat([batch[0], batch[0].flip(1)])
+        first, second = self.decoder(self.encoder(views)).chunk(2)
+        return F.cross_entropy(first @ second.T, torch.arange(len(first)))
+
+
 class Later(Autoencoder):
     """Step that uses results between its modules only in later steps, and keeps some there."""
 
@@ -221,7 +230,17 @@ class TwoHeads(Autoencoder):
 
 
 def cases(stages: int) -> dict[str, Case]:
-    kinds = (Autoencoder, OwnForward, Variational, Prepared, Translator, TwoHeads, TwoViews, Later)
+    kinds = (
+        Autoencoder,
+        OwnForward,
+        Variational,
+        Prepared,
+        Translator,
+        TwoHeads,
+        TwoViews,
+        ViewsInOne,
+        Later,
+    )
     options = {**MEASURED, "stages": stages}
     made = {kind.__name__: Case(kind, data=no_data, options=options) for kind in kinds}
     made["1F1B"] = Case(OwnForward, "1f1b", "1f1b", data=no_data, options=options)
@@ -297,10 +316,10 @@ class CallsTwice(Autoencoder):
         return self.decoder(code).square().mean()
 
 
-class SamplesTimesFeatures(Autoencoder):
+class PairsOfSamples(Autoencoder):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        # The samples and the features are one dimension.
-        rows = torch.rand(len(batch[0]) * 2, FEATURES)
+        # Twice as many samples give four times as many rows.
+        rows = torch.rand(len(batch[0]) ** 2, FEATURES)
         return self.decoder(self.encoder(rows)).square().mean()
 
 
@@ -310,7 +329,7 @@ REFUSED = {
     CountsBefore: "the input of 'decoder.0' is another one for a part of the batch",
     UsesChanged: "must not use a tensor between its submodules that it has changed there",
     CallsTwice: "it has 1 of the 2 layers that are needed",
-    SamplesTimesFeatures: "returns a tensor without a dimension for the samples",
+    PairsOfSamples: "returns a tensor without a dimension for the samples",
 }
 
 

@@ -35,7 +35,8 @@ from lightning_dlres.pipeline.capture.placeholders.skeleton import SampleDim
 from lightning_dlres.pipeline.capture.segment_state import OpenStep
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, Boundary, Trace, Value
 from lightning_dlres.pipeline.capture.tracing.agreement import check_agreement
-from lightning_dlres.pipeline.capture.tracing.recording import NotALayer, Recorder
+from lightning_dlres.pipeline.capture.tracing.not_a_layer import NotALayer
+from lightning_dlres.pipeline.capture.tracing.recording import Recorder
 from lightning_dlres.pipeline.capture.tracing.step_recording import StepTraceRecorder
 from lightning_dlres.pipeline.stage.initialise import fill_deferred
 from lightning_dlres.pipeline.stage.microbatch import cut, cut_batch, doubled, samples_in
@@ -55,6 +56,7 @@ class BlockCapture:
         step: The training step; None for the module's forward.
         last: Number of the last call of a step; None if it is not known.
         repeats: True if blocks may be called several times.
+        rows: Rows of a step's tensors for each sample of its batch, such as 2 for two views.
     """
 
     module: nn.Module
@@ -63,6 +65,7 @@ class BlockCapture:
     step: OpenStep | None = None
     last: int | None = None
     repeats: bool = False
+    rows: int = 1
 
     def run(self) -> CapturedModule:
         """Return the captured module.
@@ -93,6 +96,10 @@ class BlockCapture:
     @property
     def samples(self) -> int | None:
         return samples_in(self.inputs)
+
+    def _with_samples(self, trace: Trace, recorder: Recorder, larger: Sequence[Run]) -> Trace:
+        samples = None if self.samples is None else self.samples * self.rows
+        return _with_samples(trace, recorder, larger, samples)
 
     def _ordered(self) -> BlockCapture:
         """Return this capture with the blocks that are called, in the order of calls."""
@@ -169,7 +176,7 @@ class BlockCapture:
         with trial(self.module, mode, self.device):
             recorder, trace = self._recorded()
         larger = self._larger_runs(mode, trace)
-        trace = _with_samples(trace, recorder, larger, self.samples)
+        trace = self._with_samples(trace, recorder, larger)
         if recorder.order != sorted(recorder.order):
             raise NotALayer(names[recorder.order[0]], "is called in another order in evaluation")
         if trace.has_repeats:
@@ -200,7 +207,7 @@ class BlockCapture:
                     first, trace = self._recorded(recorder.outputs, decisions)
                 outputs = [run.outputs for run, _ in larger]
                 again = self._larger_runs(mode, trace, outputs, decisions)
-                return _with_samples(trace, first, again, self.samples)
+                return self._with_samples(trace, first, again)
             except Exception as error:
                 # The samples may not fit the decisions.
                 raise UnsupportedStepError(
@@ -248,11 +255,9 @@ class BlockCapture:
             for value in (v for v in boundary.values if trace.sample_dim(v) is None):
                 if value.source == BLOCK:
                     name = list(self.blocks)[value.index % len(self.blocks)]
-                    reason = (
-                        "returns a tensor without a dimension for the samples, which is needed "
-                        "after the last one (stack views of a batch on a second dimension)"
-                    )
-                    raise NotALayer(name, reason, is_glue=True)
+                    reason = "returns a tensor without a dimension for the samples"
+                    rows = max([1, *(factor for _, factor in trace.sample_dims.get(value, ()))])
+                    raise NotALayer(name, reason, is_glue=True, rows=rows)
                 raise UnsupportedStepError(
                     f"{type(self.module).__name__}.training_step must use tensors with a dimension "
                     "for the samples after its last submodule, got the result of "

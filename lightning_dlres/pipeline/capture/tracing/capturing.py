@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +14,7 @@ from lightning_dlres.pipeline.capture.captured import CapturedModule
 from lightning_dlres.pipeline.capture.segment_state import OpenStep
 from lightning_dlres.pipeline.capture.tracing.block_capture import BlockCapture
 from lightning_dlres.pipeline.capture.tracing.blocks import candidate_blocks
-from lightning_dlres.pipeline.capture.tracing.recording import NotALayer
+from lightning_dlres.pipeline.capture.tracing.not_a_layer import NotALayer
 
 
 def capture(module: nn.Module, inputs: Tree) -> CapturedModule:
@@ -28,7 +30,7 @@ def capture(module: nn.Module, inputs: Tree) -> CapturedModule:
             a submodule that the submodule does not return.
     """
     return _best_of(
-        lambda blocks, repeats: BlockCapture(module, blocks, inputs, repeats=repeats),
+        lambda blocks, **how: BlockCapture(module, blocks, inputs, **how),
         module,
         f"{type(module).__name__} must be a module that calls several submodules",
         "Name another module with HeteroPipeStrategy(module=...).",
@@ -48,7 +50,7 @@ def capture_step(root: nn.Module, step: OpenStep, arguments: Tree) -> CapturedMo
         UnsupportedStepError: If the step cannot be cut.
     """
     return _best_of(
-        lambda blocks, repeats: BlockCapture(root, blocks, arguments, step, repeats=repeats),
+        lambda blocks, **how: BlockCapture(root, blocks, arguments, step, **how),
         root,
         f"{type(root).__name__}.training_step must call several submodules",
         "Name one module to cut with HeteroPipeStrategy(module=...).",
@@ -56,7 +58,7 @@ def capture_step(root: nn.Module, step: OpenStep, arguments: Tree) -> CapturedMo
 
 
 def _best_of(
-    make: Callable[[Mapping[str, nn.Module], bool], BlockCapture],
+    make: Callable[..., BlockCapture],
     module: nn.Module,
     rule: str,
     fix: str,
@@ -64,49 +66,53 @@ def _best_of(
     """Return the capture that cuts the larger part of a module.
 
     Blocks that are called several times make layers only if the module cannot be cut well without:
-    sizes must then be the same in all batches.
+    sizes must then be the same in all batches. The same holds for views of a batch in one tensor.
 
     Args:
-        make: Makes a capture from blocks; True if blocks may be called several times.
+        make: Makes a capture from blocks and from other arguments of `BlockCapture`.
         module: The module.
         rule: Beginning of the message for a module that cannot be cut.
         fix: Way out, for the message.
     """
-    captured, refused = _first_of(make, module, repeats=False)
-    if captured is not None and 2 * _bytes(*captured.blocks) >= _bytes(module):
-        return captured
-    if any(is_repeated for _, is_repeated in refused):
-        other, refused_other = _first_of(make, module, repeats=True)
-        if other is not None and (
-            captured is None or _bytes(*other.blocks) > _bytes(*captured.blocks)
-        ):
-            return other
+    best, refused = _first_of(make, module)
+    if best is not None and 2 * _bytes(*best.blocks) >= _bytes(module):
+        return best
+    others: list[dict[str, Any]] = []
+    if any(reason.is_repeated for reason in refused):
+        others.append({"repeats": True})
+    others += [{"rows": reason.rows} for reason in refused if reason.rows > 1][:1]
+    for how in others:
+        other, refused_other = _first_of(make, module, **how)
+        if other is not None and (best is None or _bytes(*other.blocks) > _bytes(*best.blocks)):
+            best = other
         refused = refused_other or refused
-    if captured is not None:
-        return captured
-    reason = refused[-1][0] if refused else "no submodule has parameters"
+    if best is not None:
+        return best
+    text = refused[-1].text if refused else "no submodule has parameters"
     raise UnsupportedStepError(
-        f"{rule} to be cut into stages, got one that cannot be cut: {reason}. {fix}"
+        f"{rule} to be cut into stages, got one that cannot be cut: {text}. {fix}"
     )
 
 
-def _first_of(
-    make: Callable[[Mapping[str, nn.Module], bool], BlockCapture],
-    module: nn.Module,
-    *,
-    repeats: bool,
-) -> tuple[CapturedModule | None, list[tuple[str, bool]]]:
-    """Return the first capture that succeeds, if any, and the refusals before it.
+@dataclass(frozen=True)
+class _Refusal:
+    """Content of a `NotALayer`, which itself would keep the tensors of its run."""
 
-    A refusal is a text, and True if a block is called several times. The exceptions would keep the
-    tensors of their runs.
-    """
-    refused: list[tuple[str, bool]] = []
+    text: str
+    is_repeated: bool
+    rows: int
+
+
+def _first_of(
+    make: Callable[..., BlockCapture], module: nn.Module, **how: Any
+) -> tuple[CapturedModule | None, list[_Refusal]]:
+    """Return the first capture that succeeds, if any, and the refusals before it."""
+    refused: list[_Refusal] = []
     for blocks, refuse in _choices(module):
         try:
-            return make(blocks, repeats).run(), refused
+            return make(blocks, **how).run(), refused
         except NotALayer as reason:
-            refused.append((str(reason), reason.is_repeated))
+            refused.append(_Refusal(str(reason), reason.is_repeated, reason.rows))
             refuse(reason)
     return None, refused
 

@@ -37,10 +37,10 @@ def coupling(captured: CapturedModule, inputs: Tree) -> str:
         captured: The step, cut into layers.
         inputs: (args, kwargs) of a call of it, with at least two samples.
     """
-    samples, step, trace = samples_in(inputs) or 1, captured.step, captured.trace
+    step, trace = captured.step, captured.trace
     between = zip(trace.glue, trace.glue_layers, strict=True)
     is_random = any(e.is_random and 0 <= n < len(captured.blocks) for e, n in between)
-    if step is None or samples < 2 or is_random:
+    if step is None or (samples_in(inputs) or 1) < 2 or is_random:
         return ""
     device = device_of(inputs)
     with trial(captured.module, TRAINING, device):
@@ -48,6 +48,7 @@ def coupling(captured: CapturedModule, inputs: Tree) -> str:
     with trial(captured.module, TRAINING, device):
         seed_layer(-1)
         crossing = captured.begin(step, map_tensors(Tensor.clone, inputs), seed_layer)
+    samples = samples_in(crossing) or 1
     sizes = [samples - samples // 2, samples // 2]
     parts = [(0, samples, crossing), *zip((0, sizes[0]), sizes, cut(crossing, sizes), strict=True)]
     ends: list[list[Tensor]] = []

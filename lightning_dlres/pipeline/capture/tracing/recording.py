@@ -34,6 +34,7 @@ from lightning_dlres.pipeline.capture.placeholders.block_output import BlockOutp
 from lightning_dlres.pipeline.capture.placeholders.skeleton import meta_of
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, INPUT, Event, Trace, Value
 from lightning_dlres.pipeline.capture.tracing.inside_of_blocks import InsideOfBlocks
+from lightning_dlres.pipeline.capture.tracing.not_a_layer import NotALayer
 from lightning_dlres.pipeline.capture.tracing.tensor_states import (
     random_states,
     tensors_in_output,
@@ -43,24 +44,6 @@ from lightning_dlres.pipeline.capture.tracing.tensor_states import (
 
 # Attributes of every module; those of PyTorch's own.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-
-
-class NotALayer(Exception):
-    """A block cannot be a layer.
-
-    Attributes:
-        name: Name of the block.
-        reason: Why, as the rest of a sentence that begins with the name.
-        is_glue: True if it can only be glue; False if a module around it may be a layer.
-        is_repeated: True if it is called several times, which is not allowed.
-    """
-
-    def __init__(
-        self, name: str, reason: str, *, is_glue: bool = False, is_repeated: bool = False
-    ) -> None:
-        super().__init__(f"{name} {reason}")
-        self.name, self.reason = name, reason
-        self.is_glue, self.is_repeated = is_glue, is_repeated
 
 
 class Recorder(GlueMode):
