@@ -155,6 +155,12 @@ class ModelLayers:
         return [p for p in outside if p.requires_grad]
 
     @cached_property
+    def layer_parameters(self) -> frozenset[nn.Parameter]:
+        """Parameters that are in layers, or that the code between them uses."""
+        shared = (p for parameters in self.shared for p in parameters)
+        return frozenset(shared).union(p for module in self.modules for p in module.parameters())
+
+    @cached_property
     def layer_only_parameters(self) -> frozenset[nn.Parameter]:
         """Parameters that are in layers and nowhere else."""
         named = list(self.root.named_parameters(remove_duplicate=False))

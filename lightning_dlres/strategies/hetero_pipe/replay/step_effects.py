@@ -7,9 +7,9 @@ rules are:
 - Every run starts from the state before the step, and leaves nothing behind. Metrics are the
   exception: they accumulate over the runs on micro-batches. After the step, `apply` restores them
   and merges the states that the micro-batches contributed.
-- All ranks get the attributes and buffers that the last run on the first replica left. With
-  `schedule="auto"`, runs that leave different values make the strategy fall back to one run on the
-  whole batch. With a schedule that the user chose, the last run counts.
+- All ranks get the attributes, buffers and frozen parameters that the last run on the first replica
+  left. With `schedule="auto"`, runs that leave different values make the strategy fall back to one
+  run on the whole batch. With a schedule that the user chose, the last run counts.
 - Calls of `self.log` are recorded in every run, and merged if the runs were on micro-batches.
 - Calls of loggers are recorded in every run. They are made after a run on the whole batch only:
   `checks.loss_check` refuses them in a run on a micro-batch.
@@ -41,6 +41,9 @@ from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
 )
 from lightning_dlres.strategies.hetero_pipe.replay.attributes import IsolatedState, UserState
 from lightning_dlres.strategies.hetero_pipe.replay.buffers import NonPipelinedBuffers
+from lightning_dlres.strategies.hetero_pipe.replay.frozen_parameters import (
+    NonPipelinedFrozenParameters,
+)
 from lightning_dlres.strategies.hetero_pipe.replay.loggers import LoggerCall, isolated_loggers
 from lightning_dlres.strategies.hetero_pipe.replay.logs import (
     LogRecord,
@@ -98,11 +101,17 @@ class StepEffects:
         self._state, self._metrics, self._device = state, metrics, device
         self._buffers = NonPipelinedBuffers(layers, device)
         self._buffers_before = self._buffers.snapshot()
+        self._parameters = NonPipelinedFrozenParameters(layers)
         self._metrics_before = metrics.snapshot() if metrics.metrics else {}
         self.logs: list[list[LogRecord]] = []
         self.logger_calls: list[list[LoggerCall]] = []
         self.fingerprints: list[dict[str, int]] = []
-        self._changes: Tree = {"attributes": {}, "buffers": {}, "should_stop": False}
+        self._changes: Tree = {
+            "attributes": {},
+            "buffers": {},
+            "parameters": {},
+            "should_stop": False,
+        }
         # Objects of the last collected run that cannot be sent. This rank applies its own ones.
         self._unsendable: dict[tuple[str, Any], Any] = {}
         # Names of changes that a step per micro-batch must not make, over all runs: a micro-batch
@@ -121,8 +130,9 @@ class StepEffects:
 
     @property
     def changed_buffers(self) -> list[str]:
-        """Names of the buffers outside of the layers that the last collected run changed."""
-        return sorted(self._changes["buffers"])
+        """Names of the buffers and frozen parameters outside of the layers that the last collected
+        run changed."""
+        return sorted([*self._changes["buffers"], *self._changes["parameters"]])
 
     @contextmanager
     def isolated(
@@ -148,6 +158,7 @@ class StepEffects:
         should_stop = self._trainer.should_stop
         state = self._state.isolate(old_layer_tensors)
         self._buffers.isolate(self._buffers_before)
+        self._parameters.isolate()
         try:
             with (
                 isolated_loggers(self._trainer.loggers) as logger_calls,
@@ -158,6 +169,7 @@ class StepEffects:
         finally:
             state.restore(new_layer_tensors)
             self._buffers.restore(self._buffers_before)
+            self._parameters.restore()
             self._trainer.should_stop = should_stop
 
     @contextmanager
@@ -172,10 +184,11 @@ class StepEffects:
         self._changes = {
             "attributes": attributes,
             "buffers": self._buffers.diff(self._buffers_before),
+            "parameters": self._parameters.diff(),
             "should_stop": self._changes["should_stop"] or bool(self._trainer.should_stop),
         }
         self._once_per_batch["collections"].update(changed_collections(attributes))
-        self._once_per_batch["buffers"].update(self._changes["buffers"])
+        self._once_per_batch["buffers"].update(self.changed_buffers)
         self._once_per_batch["unsendable"].update(unsendable_values(attributes))
         text = run.output.getvalue()
         self.fingerprints.append(
@@ -235,6 +248,7 @@ class StepEffects:
             self._metrics.apply(first["metrics"])
         self._state.apply(first["attributes"], self._unsendable)
         self._buffers.apply(first["buffers"])
+        self._parameters.apply(first["parameters"])
         if any(record["should_stop"] for record in records):
             self._trainer.should_stop = True
         rng.restore(first["rng"], self._device)
