@@ -11,6 +11,7 @@ from benchmarks.support.testbed import reason_unavailable
 
 
 @pytest.mark.root
+@pytest.mark.exhaustive
 def test_a_plan_runs_with_and_without_recomputation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

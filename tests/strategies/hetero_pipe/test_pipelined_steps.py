@@ -232,7 +232,6 @@ class TwoHeads(Autoencoder):
 def cases(stages: int) -> dict[str, Case]:
     kinds = (
         Autoencoder,
-        OwnForward,
         Variational,
         Prepared,
         Translator,
