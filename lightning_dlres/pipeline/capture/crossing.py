@@ -1,4 +1,4 @@
-"""What layers of a captured module pass to the next ones, beside tensors."""
+"""Header of the messages between layers of a captured module, beside their tensors."""
 
 from __future__ import annotations
 

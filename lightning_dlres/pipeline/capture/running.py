@@ -291,11 +291,11 @@ class SegmentRun(SegmentState, GlueMode):
         """Refuse tensors without data in the code after all layers."""
         for tensor in tensors_in(data):
             if storage_key(tensor) in self._placeholders:
+                fix = "Keep it in a variable of training_step, or use" if self._step else "Use"
                 raise UnsupportedStepError(
-                    f"{self._code} must use after its last submodule only what it has used or kept "
-                    f"in a variable there for the first samples, got {use} of another result from "
-                    "between its submodules. Keep it in a variable of training_step, or use it "
-                    "there from the first step on, such as multiplied by 0."
+                    f"{self._code} must use after its last submodule only what it has used there "
+                    f"for the first samples, got {use} of another result from between its "
+                    f"submodules. {fix} it there from the first step on, such as multiplied by 0."
                 )
 
     def _runs_here(self, index: int, name: str) -> bool:

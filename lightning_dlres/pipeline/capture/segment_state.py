@@ -104,7 +104,7 @@ class SegmentState:
         if self._begin is not None:
             self._received = self._values_of_path(self._begin)
             self._produced.update(self._received)
-        # Where the run ends, if blocks are called several times; else at the next layer's block.
+        # End of the run if blocks are called several times. Else it is the next layer's block.
         self._stop_at = self._last_place() if self._is_repeating else None
 
     @property

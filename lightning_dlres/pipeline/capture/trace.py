@@ -424,7 +424,7 @@ class Trace:
             is_again = not is_early and self.storages[value] not in fixed
             is_again |= has_inputs and self.storages[value] in self.outside
             if event.block is None and not event.is_random and not touched & writers.keys():
-                # What has no samples to be joined or cut is computed from what has.
+                # Values without samples are computed from values that have them.
                 is_joined = is_end and self._is_without_samples(value)
                 # The glue of a module uses its parameters on the stage where it stands.
                 is_joined &= not event.is_local or self.prefix is not None

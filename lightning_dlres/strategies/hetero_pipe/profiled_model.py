@@ -17,7 +17,10 @@ from lightning_dlres.strategies.hetero_pipe.data.profile_samples import read_sam
 from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import may_drop_old_gradients
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 from lightning_dlres.strategies.hetero_pipe.step.cutting import cut_on_samples, with_inputs
-from lightning_dlres.strategies.hetero_pipe.step.module_search import find_pipelined_module
+from lightning_dlres.strategies.hetero_pipe.step.module_search import (
+    find_pipelined_module,
+    require_layers,
+)
 from lightning_dlres.strategies.hetero_pipe.step.step_context import SplitBatch, StepContext
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 
@@ -82,7 +85,12 @@ def profile_single_process(
     precision = trainer.precision_plugin.train_step_context
     context = StepContext(module, pipelined, MetricStates(module), device, precision, split_batch)
     samples = read_samples(trainer, context, config, microbatches)
-    context.pipeline(cut_on_samples(context, samples))
+    try:
+        context.pipeline(cut_on_samples(context, samples))
+    except Exception as error:
+        # A module that cannot be cut is one layer, as in training. Its code may raise anything.
+        if pipelined.is_step:
+            require_layers(pipelined, 1, f"{error}")
     samples = with_inputs(context, samples)
     return profile_for_cluster(
         profiled_model(context),

@@ -100,7 +100,7 @@ class StepTraceRecorder(Recorder):
                 f"there, such as a buffer, got {name}. Change it after the last submodule."
             )
         if any(map(self._is_known, arguments)):
-            # What does not depend on the batch, such as a counter, is changed alike on all stages.
+            # All stages change a counter, which does not depend on the batch, alike.
             self._changed |= changed
         return bool(changed)
 

@@ -8,13 +8,13 @@ get its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_dlres.core._compat import CALL
 from lightning_dlres.core.errors import UnsupportedStepError
@@ -27,7 +27,11 @@ from lightning_dlres.pipeline.capture.tracing.capturing import capture_step
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.stage import Chain, Layer
 from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import forwards_replaced
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import Handler, LocalLayers
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
+    Handler,
+    LocalLayers,
+    RecordCall,
+)
 
 # Name of the step as the pipelined module, in options and plans.
 TRAINING_STEP = "training_step"
@@ -115,7 +119,7 @@ class PipelinedStep:
         step: Callable[..., Any],
         args: tuple[Any, ...],
         output: Tree,
-        record_call: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+        record_call: RecordCall,
     ) -> Any:
         if output is None:
             # The step skips its batch.
@@ -128,7 +132,7 @@ class PipelinedStep:
         step: Callable[..., Any],
         args: tuple[Any, ...],
         layers: LocalLayers,
-        record_call: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+        record_call: RecordCall,
     ) -> Any:
         def handle(inputs: Tree, layer: int | None = None) -> Tree:
             assert layer is not None

@@ -23,7 +23,7 @@ from lightning_dlres.strategies.hetero_pipe.replay.user_objects import is_data_s
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import PipelinedModule
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import PipelinedStep
 
-# What is cut into stages.
+# The module or the step that is cut into stages.
 Pipelined = PipelinedModule | PipelinedStep
 # Takes a batch and the sizes of its parts in samples, and returns the parts.
 SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
