@@ -208,7 +208,10 @@ class StepRunner:
                 output = self.runtime.forward(inputs, seed, fingerprint, place=place)
             else:
                 call = partial(self._call_layer, layer, inputs, seed)
-                output = self.runtime.compute_layer(layer, call, fingerprint, place=place)
+                output, changed = self.runtime.compute_layer(layer, call, fingerprint, place=place)
+                tensors = tensors_of(inputs)
+                for position, value in changed:
+                    tensors[position].copy_(value)
         output = map_tensors(lambda t: t.to(self.context.device), output)
         output = self.context.pipelined.output(output)
         requires_gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -218,10 +221,14 @@ class StepRunner:
         return map_tensors(lambda t: raising_in_backward(t, input_tensors), output)
 
     def _call_layer(self, layer: int, inputs: Tree, seed: int) -> Tree:
-        context = self.context
+        """Return a layer's output, and the inputs that it has changed in place, by position."""
+        context, tensors = self.context, tensors_of(inputs)
+        before = [tensor.clone() for tensor in tensors]
         with rng.forked(context.device), context.precision():
             rng.seed_device(derive_seed(seed, layer), context.device)
-            return context.pipelined.call(layer, inputs)
+            output = context.pipelined.call(layer, inputs)
+        pairs = enumerate(zip(tensors, before, strict=True))
+        return [output, [[at, t] for at, (t, old) in pairs if not torch.equal(t, old)]]
 
     def _run(
         self, args: tuple[Any, ...], seed: int, scale: float, fingerprint: int

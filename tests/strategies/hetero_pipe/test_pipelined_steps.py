@@ -156,6 +156,21 @@ class TwoViews(Autoencoder):
         return projected
 
 
+class ChangesItsInput(Autoencoder):
+    """Model whose last module changes its input in place, which validation uses afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(FEATURES, FEATURES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self.last(self.decoder(self.encoder(batch[0]))), batch[0])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        restored = self.decoder(self.encoder(batch[0]))
+        self.observed += [float(self.last(restored).sum()), float(restored.sum())]
+
+
 class ViewsInOne(Autoencoder):
     """Step with two views of the batch in one tensor, one after the other."""
 
@@ -238,6 +253,7 @@ def cases(stages: int) -> dict[str, Case]:
         TwoHeads,
         TwoViews,
         ViewsInOne,
+        ChangesItsInput,
         Later,
     )
     options = {**MEASURED, "stages": stages}
