@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import distributed_c10d
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
@@ -188,15 +188,6 @@ def set_metric_progress(metric: Metric, updates: int, last_value: Any) -> None:
     metric._update_count = updates
     metric._forward_cache = last_value
     metric._computed = None
-
-
-def registered_buffers(module: nn.Module) -> tuple[dict[str, Tensor | None], set[str]]:
-    """Return the buffers of a module by name, and the names of those that no state dict has.
-
-    `named_buffers` leaves out buffers that are None, and tells nothing about the state dict. Both
-    containers are the module's own: they can be written to.
-    """
-    return module._buffers, module._non_persistent_buffers_set
 
 
 def is_compiled(module: nn.Module) -> bool:

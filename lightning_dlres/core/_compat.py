@@ -382,6 +382,15 @@ def graph_is_kept() -> bool:
     return True if is_kept is None else bool(is_kept())
 
 
+def registered_buffers(module: nn.Module) -> tuple[dict[str, Tensor | None], set[str]]:
+    """Return the buffers of a module by name, and the names of those that no state dict has.
+
+    `named_buffers` leaves out buffers that are None, tells nothing about the state dict, and takes
+    much longer. Both containers are the module's own: they can be written to.
+    """
+    return module._buffers, module._non_persistent_buffers_set
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """Return True if a module has forward hooks; torch has no public way to list them."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -10,11 +10,14 @@ may change settings, because they run on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+from lightning_dlres.core._compat import registered_buffers, torch_function_disabled
 
 _PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
 # Attributes of every module. One of them is `training`: steps may put layers into evaluation mode.
@@ -28,13 +31,13 @@ class SettingsSnapshot(NamedTuple):
 
     Attributes:
         trainable: `requires_grad` of every parameter.
-        attributes: The attributes of every module in the layers.
+        attributes: The attributes of every module in the layers, also those that are no settings.
         buffers: The buffers of every module in the layers.
     """
 
     trainable: list[bool]
     attributes: list[dict[str, Any]]
-    buffers: list[dict[str, Tensor]]
+    buffers: list[dict[str, Tensor | None]]
 
 
 class LayerSettings:
@@ -81,13 +84,19 @@ class LayerSettings:
 
     def trainable(self) -> list[bool]:
         """Return `requires_grad` of every parameter now."""
-        return [parameter.requires_grad for _, parameter in self._parameters]
+        # The guard of remote parameters would make each read take a hundred times as long.
+        with torch_function_disabled():
+            return [parameter.requires_grad for _, parameter in self._parameters]
 
     def restore_trainable(self, trainable: Sequence[bool]) -> str | None:
         """Put `requires_grad` of all parameters back; the result is as for `restore`."""
+        now = self.trainable()
+        if now == trainable:
+            return None
         error = None
-        for (name, parameter), before in zip(self._parameters, trainable, strict=True):
-            if parameter.requires_grad is not before:
+        columns = zip(self._parameters, trainable, now, strict=True)
+        for (name, parameter), before, is_trainable in columns:
+            if is_trainable is not before:
                 parameter.requires_grad_(before)
                 error = error or _change_error(f"requires_grad of the parameter {name!r}")
         return error
@@ -109,29 +118,33 @@ class _ModuleSettings:
 
     def attributes(self) -> dict[str, Any]:
         """Return all attributes now, also those that are no settings."""
-        attributes = vars(self.module).items()
-        return {name: value for name, value in attributes if name not in _TORCH_ATTRIBUTES}
+        return dict(vars(self.module))
 
-    def buffers(self) -> dict[str, Tensor]:
+    def buffers(self) -> dict[str, Tensor | None]:
         """Return the buffers that are settings now."""
-        if not self.watches_tensors:
-            return {}
-        return dict(self.module.named_buffers(recurse=False, remove_duplicate=False))
+        return dict(registered_buffers(self.module)[0]) if self.watches_tensors else {}
 
-    def restore(self, attributes: dict[str, Any], buffers: dict[str, Tensor]) -> set[str]:
+    def restore(
+        self, attributes: dict[str, Any], buffers: dict[str, Tensor | None]
+    ) -> Collection[str]:
         """Put changed settings back, and return their names."""
-        changed = self._changed_names(attributes, self.attributes())
+        buffers_now = self.buffers()
+        # Steps hardly ever change a layer, and every step looks at all modules. So the common case
+        # takes as few operations as possible.
+        if _are_same(vars(self.module), attributes) and _are_same(buffers_now, buffers):
+            return ()
+        changed = self._changed_names(attributes, self.attributes()) - _TORCH_ATTRIBUTES
         for name in changed:
             if name in attributes:
                 vars(self.module)[name] = attributes[name]
             else:
                 del vars(self.module)[name]
-        changed_buffers = self._changed_names(buffers, self.buffers())
+        changed_buffers = self._changed_names(buffers, buffers_now)
         for name in changed_buffers:
             setattr(self.module, name, buffers.get(name))
         return changed | changed_buffers
 
-    def _changed_names(self, before: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    def _changed_names(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
         return {
             name
             for name in before.keys() | now.keys()
@@ -148,6 +161,15 @@ class _ModuleSettings:
 
     def _is_setting(self, value: Any) -> bool:
         return _is_plain(value) or (self.watches_tensors and isinstance(value, Tensor))
+
+
+def _are_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Return whether two mappings hold the same objects under the same names, in the same order."""
+    return (
+        len(a) == len(b)
+        and all(map(operator.eq, a, b))
+        and all(map(operator.is_, a.values(), b.values()))
+    )
 
 
 def _is_plain(value: Any) -> bool:

@@ -32,8 +32,10 @@ from lightning_dlres.strategies.hetero_pipe.checks.loss_check import (
     reason_in_fingerprints,
     reason_in_records,
 )
-from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import unsendable_values
 from lightning_dlres.strategies.hetero_pipe.replay.logs import logs_in
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.attribute_changes import (
+    unsendable_values,
+)
 from lightning_dlres.strategies.hetero_pipe.step.normalisers import doubt_about_batch
 from lightning_dlres.strategies.hetero_pipe.step.output_without_gradient import (
     raising_in_backward,

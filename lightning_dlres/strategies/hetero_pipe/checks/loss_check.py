@@ -24,13 +24,13 @@ from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.digest import digest
 from lightning_dlres.pipeline.plan.schedules.gpipe import GPipe
 from lightning_dlres.pipeline.stage.microbatch import cut
-from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
+from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord, merge_parts
+from lightning_dlres.strategies.hetero_pipe.replay.printing import PRINTED
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.attribute_changes import (
     changed_collections,
     changed_generators,
     unsendable_values,
 )
-from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord, merge_parts
-from lightning_dlres.strategies.hetero_pipe.replay.printing import PRINTED
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 
 # Relative difference of two losses that counts as rounding, by dtype. Other dtypes have the coarse

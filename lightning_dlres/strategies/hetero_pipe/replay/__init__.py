@@ -1,6 +1,6 @@
 """Side effects of a training step: undone where it runs, and applied once on every rank.
 
-The modules `attributes`, `buffers`, `metrics`, `logs`, `loggers` and `printing` each handle one
+`user_state`, `buffers`, `metrics`, `logs`, `loggers` and `printing` each handle one
 kind of side effect. They share these verbs, and each has those that it needs:
 
 - `snapshot`: read the state before the step.

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres._compat import registered_buffers
+from lightning_dlres.core._compat import registered_buffers
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.partition import ModelLayers
-from lightning_dlres.strategies.hetero_pipe.replay.user_objects import same_tensors
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import same_tensors
 
 # The encodings; the module's docstring describes them.
 _NONE = "none"

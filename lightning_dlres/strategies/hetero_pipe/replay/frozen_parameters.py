@@ -15,7 +15,7 @@ from torch import nn
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.partition import ModelLayers
-from lightning_dlres.strategies.hetero_pipe.replay.user_objects import same_tensors
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import same_tensors
 
 # Bytes of the largest parameter that is copied and compared for each run of a step.
 _COPIED_BYTES = 1 << 20

@@ -20,7 +20,10 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dlres import _compat
 from lightning_dlres.core.wire.tree import Tree, map_tensors
-from lightning_dlres.strategies.hetero_pipe.replay.user_objects import same_tensors, value_key
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import (
+    same_tensors,
+    value_key,
+)
 
 # Relative difference of two states that counts as rounding.
 _ROUNDING = 1e-4

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from io import StringIO
 
 # Key of the printed text among the fingerprints of changed attributes.
@@ -26,21 +27,38 @@ def isolated_output(shows_logging: bool) -> Iterator[StringIO]:
         shows_logging: Whether messages of Python's `logging` appear, and breakpoints stop.
     """
     text, breakpoint_hook = StringIO(), sys.breakpointhook
-    disabled_level = logging.root.manager.disable
     if not shows_logging:
         # A debugger's prompt would be captured with all other output. The user would not see it,
         # and the run would wait for ever.
         sys.breakpointhook = _ignore_breakpoint
-        logging.disable(logging.CRITICAL)
     try:
-        with redirect_stdout(text):
+        with nullcontext() if shows_logging else _without_logging(), redirect_stdout(text):
             yield text
     except Exception:
         sys.stdout.write(text.getvalue())
         raise
     finally:
         sys.breakpointhook = breakpoint_hook
-        logging.disable(disabled_level)
+
+
+@contextmanager
+def _without_logging() -> Iterator[None]:
+    """Context manager that drops messages of `logging` from this thread.
+
+    `logging.disable` would empty the cache of every logger in the process, which takes as long as
+    a small step, and would drop the messages of other threads, too.
+    """
+    thread, handle = threading.get_ident(), logging.Logger.handle
+
+    def handle_of_other_threads(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if threading.get_ident() != thread:
+            handle(logger, record)
+
+    logging.Logger.handle = handle_of_other_threads  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        logging.Logger.handle = handle  # type: ignore[method-assign]
 
 
 def _ignore_breakpoint(*args: object, **kwargs: object) -> None:

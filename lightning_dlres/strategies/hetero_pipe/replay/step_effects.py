@@ -34,12 +34,6 @@ from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.digest import digest
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
 from lightning_dlres.pipeline.execute.partition import ModelLayers
-from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
-    changed_collections,
-    fingerprints,
-    unsendable_values,
-)
-from lightning_dlres.strategies.hetero_pipe.replay.attributes import IsolatedState, UserState
 from lightning_dlres.strategies.hetero_pipe.replay.buffers import NonPipelinedBuffers
 from lightning_dlres.strategies.hetero_pipe.replay.frozen_parameters import (
     NonPipelinedFrozenParameters,
@@ -53,6 +47,15 @@ from lightning_dlres.strategies.hetero_pipe.replay.logs import (
 )
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 from lightning_dlres.strategies.hetero_pipe.replay.printing import PRINTED, isolated_output
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.attribute_changes import (
+    changed_collections,
+    fingerprints,
+    unsendable_values,
+)
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.attributes import (
+    IsolatedState,
+    UserState,
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class StepEffects:
         self._buffers_before = self._buffers.snapshot()
         self._parameters = NonPipelinedFrozenParameters(layers)
         self._metrics_before = metrics.snapshot() if metrics.metrics else {}
+        self._last_state: IsolatedState | None = None
         self.logs: list[list[LogRecord]] = []
         self.logger_calls: list[list[LoggerCall]] = []
         self.fingerprints: list[dict[str, int]] = []
@@ -156,7 +160,7 @@ class StepEffects:
             The run. Call `collect` with it before the end to keep its side effects.
         """
         should_stop = self._trainer.should_stop
-        state = self._state.isolate(old_layer_tensors)
+        state = self._state.isolate(old_layer_tensors, self._last_state)
         self._buffers.isolate(self._buffers_before)
         self._parameters.isolate()
         try:
@@ -168,6 +172,7 @@ class StepEffects:
                 yield IsolatedRun(state, logs, logger_calls, output)
         finally:
             state.restore(new_layer_tensors)
+            self._last_state = state
             self._buffers.restore(self._buffers_before)
             self._parameters.restore()
             self._trainer.should_stop = should_stop

@@ -31,7 +31,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dlres.core.errors import DlresError
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
-from lightning_dlres.strategies.hetero_pipe.replay.user_objects import (
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import (
     SCALARS,
     is_library_class,
     slot_names,

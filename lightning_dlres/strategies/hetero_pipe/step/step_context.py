@@ -15,11 +15,11 @@ from torchmetrics import Metric
 from lightning_dlres.core import rng
 from lightning_dlres.pipeline.execute.layer_settings import LayerSettings
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
-from lightning_dlres.strategies.hetero_pipe.replay.attributes import UserState
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 from lightning_dlres.strategies.hetero_pipe.replay.trainer_settings import settings_owners
 from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import UntrackedState
-from lightning_dlres.strategies.hetero_pipe.replay.user_objects import is_data_source
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.attributes import UserState
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import is_data_source
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import PipelinedModule
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import PipelinedStep
 

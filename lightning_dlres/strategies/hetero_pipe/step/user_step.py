@@ -146,10 +146,11 @@ class LightningStep:
         shows_logging = is_first_run and not self.is_trial
         with self.effects.isolated(context.layer_tensors, shows_logging=shows_logging) as run:
             with (
-                self._user_code(guard),
                 # In a real step the first run is enough to notice a change of settings. A trial
                 # goes on after a change, so it undoes the changes of every run.
                 self._layer_settings_restored() if self.is_trial or is_first_run else nullcontext(),
+                # Within it the guard sees every read of a parameter.
+                self._user_code(guard),
             ):
                 result = context.pipelined.finish(
                     context.module.training_step, args, output, guard.record_call

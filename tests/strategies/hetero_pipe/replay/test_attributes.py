@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dlres import HeteroPipeStrategy, UnsupportedStepError
-from lightning_dlres.strategies.hetero_pipe.replay.attributes import UserState
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.attributes import UserState
 from tests.support.models import QUIET, Samples
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import QUICK
@@ -29,6 +29,8 @@ class CountsSteps(LightningModule):
         self.net = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 5))
         self.keeps_outputs = keeps_outputs
         self.before, self.after, self.smooth = 0, 0.0, torch.zeros(())
+        # Autograd notices no write to the first through `.data`, nor to the second through NumPy.
+        self.hidden, self.shared_with_numpy = torch.zeros(()), torch.zeros(1)
         self.outputs: list[Tensor] = []
         self.epochs: list[float] = []
 
@@ -37,6 +39,8 @@ class CountsSteps(LightningModule):
         loss = F.cross_entropy(self.net(batch[0] / self.before), batch[1])
         self.after += 0.5
         self.smooth = 0.9 * self.smooth + 0.1
+        self.hidden.data.add_(1.0)
+        self.shared_with_numpy.numpy()[:] += 1.0
         if self.keeps_outputs:
             self.outputs.append(loss.detach())
         return loss * self.after
@@ -68,7 +72,8 @@ def fit(context: RankContext | None, keeps_outputs: bool, schedule: str = "gpipe
         **QUIET,
     )
     trainer.fit(model, DataLoader(Samples(False, 32), batch_size=8))
-    return model.before, model.after, float(model.smooth), model.epochs
+    written = float(model.hidden), float(model.shared_with_numpy)
+    return (model.before, model.after, *written), float(model.smooth), model.epochs
 
 
 def fit_plainly(context: RankContext, keeps_outputs: bool) -> Any:
@@ -83,11 +88,11 @@ def fit_plainly(context: RankContext, keeps_outputs: bool) -> Any:
 def test_state_equals_plain_training_on_every_rank(
     pool: RankPool, ranks: int, keeps_outputs: bool, schedule: str
 ) -> None:
-    ((before, after, smooth, epochs),) = pool.run(fit_plainly, 1, keeps_outputs)
+    ((counts, smooth, epochs),) = pool.run(fit_plainly, 1, keeps_outputs)
     for outcome in pool.run(fit, ranks, keeps_outputs, schedule):
-        assert outcome[:2] == (before, after)
-        assert outcome[2] == pytest.approx(smooth)
-        assert outcome[3] == pytest.approx(epochs, rel=1e-5)
+        assert outcome[0] == counts
+        assert outcome[1] == pytest.approx(smooth)
+        assert outcome[2] == pytest.approx(epochs, rel=1e-5)
 
 
 def test_1f1b_refuses_a_growing_list(pool: RankPool) -> None:
@@ -124,3 +129,62 @@ def test_attributes_that_a_run_deletes_or_adds_are_restored() -> None:
         isolated.restore()
         assert (module.best, module.last) == (None, 3)
         assert not hasattr(module, "added")
+
+
+def write(tensor: Tensor, way: str) -> None:
+    """Add one to a tensor."""
+    if way == "add_":
+        tensor.add_(1.0)
+    elif way == "data":
+        tensor.data.add_(1.0)
+    else:
+        tensor.numpy()[:] += 1.0
+
+
+@pytest.mark.parametrize("way", ["add_", "data", "numpy"])
+def test_each_run_of_a_step_starts_from_the_values_before_the_step(way: str) -> None:
+    module: Any = CountsSteps(True)
+    module.sums = torch.zeros(2)
+    state, original, last = state_of(module), module.sums, None
+    # The second run writes nothing, so that its copies may serve the third.
+    for writes in (True, False, True):
+        last = isolated = state.isolate(last=last)
+        assert module.sums is not original
+        assert module.sums.tolist() == [0.0, 0.0]
+        if writes:
+            write(module.sums, way)
+        assert bool(isolated.diff()) == writes
+        isolated.restore()
+        assert module.sums is original
+        assert original.tolist() == [0.0, 0.0]
+
+
+def test_a_later_run_sees_what_hooks_of_layers_did_since_the_run_before() -> None:
+    module: Any = CountsSteps(True)
+    module.seen, module.kept, module.wrapped = torch.zeros(1), [torch.zeros(1)], nn.ReLU()
+    state, kept = state_of(module), module.kept
+    first = state.isolate()
+    first.diff()
+    first.restore()
+    module.seen += 1
+    kept.append(torch.ones(1))
+    second = state.isolate(last=first)
+    assert module.seen.tolist() == [1.0]
+    assert len(kept) == 2
+    kept[1] += 1
+    changes = second.diff()
+    second.restore()
+    assert kept[1].tolist() == [1.0]
+    assert list(changes) == ["kept"]
+
+
+def test_gradients_of_a_run_do_not_reach_the_next() -> None:
+    module: Any = CountsSteps(True)
+    module.scale, last = torch.ones(1, requires_grad=True), None
+    for _ in range(2):
+        last = isolated = state_of(module).isolate(last=last)
+        assert module.scale.grad is None
+        module.scale.sum().backward()
+        isolated.diff()
+        isolated.restore()
+    assert module.scale.grad is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -11,9 +13,9 @@ from torch import Tensor, nn
 from torchmetrics import SumMetric
 
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
-from lightning_dlres.strategies.hetero_pipe.replay.attributes import UserState
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 from lightning_dlres.strategies.hetero_pipe.replay.step_effects import StepEffects
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.attributes import UserState
 from lightning_dlres.strategies.hetero_pipe.step.module_search import find_pipelined_module
 from tests.support.models import QUIET
 
@@ -112,3 +114,18 @@ def test_failed_run_is_undone_and_prints_its_text(
         fail_after_step()
     assert model.observed() == [0, 0.0, 0.0, 0, 0.0]
     assert capsys.readouterr().out == "a step\n"
+
+
+def test_a_repeated_run_logs_nothing_but_other_threads_do(
+    trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    effects, log = effects_of(Model(), trainer), logging.getLogger("user's code")
+    with effects.isolated(LayerTensors()):
+        log.warning("repeated")
+        thread = Thread(target=log.warning, args=["of another thread"])
+        thread.start()
+        thread.join()
+    with effects.isolated(LayerTensors(), shows_logging=True):
+        log.warning("first")
+    log.warning("afterwards")
+    assert [r.getMessage() for r in caplog.records] == ["of another thread", "first", "afterwards"]

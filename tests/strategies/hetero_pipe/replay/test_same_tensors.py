@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.strategies.hetero_pipe.replay.buffers import NonPipelinedBuffers
-from lightning_dlres.strategies.hetero_pipe.replay.user_objects import same_tensors
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import same_tensors
 from lightning_dlres.strategies.hetero_pipe.step.module_search import find_pipelined_module
 from tests.support.training_cases import Classifier
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.attribute_changes import (
     fingerprints,
     unsendable_values,
 )
-from lightning_dlres.strategies.hetero_pipe.replay.attributes import UserState
-from lightning_dlres.strategies.hetero_pipe.replay.containers import pack, unpack
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.attributes import UserState
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.containers import pack, unpack
 from tests.support.sent_trees import send
 
 

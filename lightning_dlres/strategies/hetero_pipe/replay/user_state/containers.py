@@ -33,7 +33,10 @@ from torch import Tensor
 
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.core.wire.tree import Tree, map_tensors
-from lightning_dlres.strategies.hetero_pipe.replay.user_objects import SCALARS, slot_names
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import (
+    SCALARS,
+    slot_names,
+)
 
 # Base classes of containers that `unpack` can rebuild. A subclass comes before its base.
 _BASES: tuple[Any, ...] = (

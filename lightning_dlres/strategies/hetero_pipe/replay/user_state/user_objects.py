@@ -124,10 +124,17 @@ class ObjectState:
         False also stands for "unknown": a tensor may have changed in place, or an equal value may
         have taken the place of a number.
         """
-        if self.kind == "random" or not self.types <= _QUICK_TYPES:
-            return False
         # Identity proves that nothing changed, since values of these types are immutable. Equality
         # would not prove it: 0, False and -0.0 are equal.
+        return self.types <= _QUICK_TYPES and self.kind != "random" and self.holds_same_objects()
+
+    def holds_same_objects(self) -> bool:
+        """Return whether the object holds the very objects that it held, in the same order.
+
+        A random generator holds its state.
+        """
+        if self.kind == "random":
+            return same_generator_state(read_content(self.owner, self.kind), self.content)
         if self.names:
             namespace = namespace_of(self.owner)
             if are_identical(namespace, self.names) and are_identical(

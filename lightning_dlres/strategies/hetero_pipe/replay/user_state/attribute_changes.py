@@ -24,7 +24,7 @@ says how the receiver makes the value:
 - "shared": the value is an index in the list of shared values.
 - "known": the value is the path of an object that existed before the run. The receiver uses its own
   object of that path; what the run changed in it is a change of its own.
-- "packed": the value is a container that `replay.containers` has packed.
+- "packed": the value is a container that `containers` has packed.
 - "unsendable": the object cannot be sent. The value is `[class name, path of the owner, name in the
   owner]`. A rank that ran the step uses the object of its own run. Other ranks keep the value that
   they have. If they have nothing there, they get no such attribute, key or member; a new item of a
@@ -41,8 +41,8 @@ from torch import Tensor
 
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.digest import digest
-from lightning_dlres.strategies.hetero_pipe.replay.containers import unpack
-from lightning_dlres.strategies.hetero_pipe.replay.user_objects import (
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.containers import unpack
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import (
     ABSENT,
     ObjectState,
     namespace_of,

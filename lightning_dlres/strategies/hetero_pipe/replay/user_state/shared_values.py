@@ -11,7 +11,10 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from lightning_dlres.strategies.hetero_pipe.replay.user_objects import COPIED_TYPES, SCALARS
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import (
+    COPIED_TYPES,
+    SCALARS,
+)
 
 _CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 

@@ -19,11 +19,11 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_dlres import _compat
+from lightning_dlres.core._compat import registered_buffers
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
-from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.attribute_changes import (
     IN_PLACE,
     KNOWN,
     PACKED,
@@ -33,15 +33,16 @@ from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
     Unsendable,
     apply_change,
 )
-from lightning_dlres.strategies.hetero_pipe.replay.containers import (
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.containers import (
     References,
     arrives_unchanged,
     detached_copy,
     pack,
     with_items,
 )
-from lightning_dlres.strategies.hetero_pipe.replay.shared_values import shared_values
-from lightning_dlres.strategies.hetero_pipe.replay.user_objects import (
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.reading import Reading, Roots
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.shared_values import shared_values
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import (
     ABSENT,
     COPIED_TYPES,
     NAMED_KINDS,
@@ -54,6 +55,7 @@ from lightning_dlres.strategies.hetero_pipe.replay.user_objects import (
     same_generator_state,
     value_key,
 )
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.value_copies import ValueCopies
 
 
 class UserState:
@@ -77,15 +79,21 @@ class UserState:
         self._modules, self._callbacks, self._settings = modules, callbacks, settings
         self._layer_ids = {id(inner) for layer in layers for inner in layer.modules()}
 
-    def isolate(self, layer_tensors: LayerTensors | None = None) -> IsolatedState:
+    def isolate(
+        self, layer_tensors: LayerTensors | None = None, last: IsolatedState | None = None
+    ) -> IsolatedState:
         """Replace all tensors and arrays by copies, for one run of the step.
 
         Args:
             layer_tensors: Tensors that layers made. They are not copied: a use of the original is
                 noticed, a use of a copy would not be.
+            last: The last run of the same step, which is over. What still holds of it is used
+                again, since a step may run once per micro-batch.
         """
-        states, _ = self._read()
-        return IsolatedState(states, layer_tensors or LayerTensors())
+        roots = self._roots()
+        if last is not None and last.reading.is_current(roots):
+            return IsolatedState(last.reading, layer_tensors or LayerTensors(), last)
+        return IsolatedState(self._read(roots), layer_tensors or LayerTensors())
 
     def apply(self, changes: Tree, unsendable: Unsendable) -> None:
         """Make the changes of one run, on every rank.
@@ -96,7 +104,7 @@ class UserState:
         """
         if not changes:
             return
-        states = {state.path: state for state in self._read()[0]}
+        states = {state.path: state for state in self._read(self._roots()).states}
         decoder = ChangeDecoder(changes, states, unsendable)
         for path, change in changes.items():
             if path in states:
@@ -104,9 +112,12 @@ class UserState:
 
     def all_metrics(self) -> dict[str, nn.Module]:
         """Return the metrics, and the collections of metrics, that exist now."""
-        return dict(self._read()[1])
+        return dict(self._read(self._roots()).metrics)
 
-    def _read(self) -> tuple[list[ObjectState], list[tuple[str, nn.Module]]]:
+    def _roots(self) -> Roots:
+        return Roots(list(self._modules()), self._settings())
+
+    def _read(self, roots: Roots) -> Reading:
         """Return the state of every object that the step can reach, and the metrics.
 
         The search is breadth-first, so that an object gets the shortest of its names. The order
@@ -116,7 +127,8 @@ class UserState:
         metrics: list[tuple[str, nn.Module]] = []
         seen: set[int] = set()
         queue: list[tuple[str, Any]] = []
-        for name, module in self._modules():
+        has_inner_modules = False
+        for name, module in roots.modules:
             seen.add(id(module))
             # A module may be a metric that user code made during training, as `MetricTracker` does.
             is_metric = isinstance(module, (Metric, MetricCollection))
@@ -124,7 +136,7 @@ class UserState:
         for index, callback in enumerate(self._callbacks):
             queue.append((f"trainer.callbacks[{index}]", callback))
         num_roots = len(queue)
-        for name, owner in self._settings().items():
+        for name, owner in roots.settings.items():
             if id(owner) not in seen and (isinstance(owner, dict) or hasattr(owner, "__dict__")):
                 seen.add(id(owner))
                 state = ObjectState.read(name, owner, "settings")
@@ -140,8 +152,9 @@ class UserState:
                 # A list or a callback holds it: submodules of the LightningModule are all roots.
                 if id(value) in self._layer_ids:
                     continue
+                has_inner_modules = True
                 queue += [(f"{path}.{name}", child) for name, child in value.named_children()]
-                buffers, not_persistent = _compat.registered_buffers(value)
+                buffers, not_persistent = registered_buffers(value)
                 states.append(ObjectState.read(f"{path}'s buffers", buffers, "dict"))
                 owner = f"{path}'s buffers outside of the state dict"
                 states.append(ObjectState.read(owner, not_persistent, "set"))
@@ -155,7 +168,7 @@ class UserState:
             queue += state.children()
             if has_own_attributes(value):
                 queue.append((f"{path}'s attributes", vars(value)))
-        return states, metrics
+        return Reading(states, metrics, None if has_inner_modules else roots)
 
 
 class IsolatedState:
@@ -164,25 +177,23 @@ class IsolatedState:
     The constructor puts the copies there. Then follow the run, `diff`, and `restore`.
 
     Args:
-        states: The state of all objects before the run.
+        reading: The state of all objects before the run.
         layer_tensors: Tensors that layers made, which are not copied.
+        last: The run before, whose unchanged copies serve this run, too; None copies all.
 
     Attributes:
+        reading: As the argument.
         unsendable: New values that cannot be sent to other ranks, by the path of the object that
             holds them and their name in it. Filled by `diff`.
     """
 
-    def __init__(self, states: Sequence[ObjectState], layer_tensors: LayerTensors) -> None:
-        self._states, self._layer_tensors = states, layer_tensors
+    def __init__(
+        self, reading: Reading, layer_tensors: LayerTensors, last: IsolatedState | None = None
+    ) -> None:
+        states = reading.states
+        self.reading, self._states, self._layer_tensors = reading, states, layer_tensors
+        self._copies: ValueCopies = ValueCopies(None if last is None else last._copies)
         self._paths = {id(state.owner): state.path for state in states}
-        # id of the original -> copy. A tensor that two objects refer to stays one tensor. `states`
-        # holds the originals, so that their ids stay valid.
-        self._copies: dict[int, Any] = {}
-        # id of the copy -> copy, original, version counter of the copy. Holding the copy keeps
-        # Python from giving its id to another object.
-        self._originals: dict[int, tuple[Any, Any, int]] = {}
-        # id of the copy -> place of its original; see "in place" in `replay.attribute_changes`.
-        self._places: dict[int, list[Any]] = {}
         # Values of the diff that is being made: pairs to fill in, with arguments of `_encoded`.
         self._pending: list[tuple[list[Any], str, Any, Any]] = []
         self.unsendable: dict[tuple[str, Any], Any] = {}
@@ -192,10 +203,7 @@ class IsolatedState:
                 state.write(self._copied_content(state))
 
     def diff(self) -> Tree:
-        """Return the changes of the run, by path; see `replay.attribute_changes` for their form.
-
-        A copy that no operation wrote to counts as unchanged.
-        """
+        """Return the changes of the run, by path; see `attribute_changes` for their form."""
         changes = {}
         self._pending = []
         for state in self._states:
@@ -221,35 +229,27 @@ class IsolatedState:
             state.write(state.content)
 
     def _copied_content(self, state: ObjectState) -> Any:
-        path = state.path
+        path, is_setting = state.path, state.kind == "settings"
         if state.kind in NAMED_KINDS:
             return {
-                name: self._copy(value, [path, name if type(name) is str else index])
+                name: self._copy(value, [path, name if type(name) is str else index], is_setting)
                 for index, (name, value) in enumerate(state.content.items())
             }
         if state.kind in ("list", "deque"):
-            return [self._copy(item, [path, index]) for index, item in enumerate(state.content)]
+            return [self._copy(item, [path, i], is_setting) for i, item in enumerate(state.content)]
         return state.content
 
-    def _copy(self, value: Any, place: list[Any]) -> Any:
+    def _copy(self, value: Any, place: list[Any], is_setting: bool) -> Any:
         """Return a copy of a tensor or array, also inside a tuple; any other value itself."""
         kind = type(value)
         if isinstance(value, tuple):
-            items = [self._copy(item, [*place, index]) for index, item in enumerate(value)]
+            items = [self._copy(item, [*place, i], is_setting) for i, item in enumerate(value)]
             return value if are_identical(items, value) else with_items(value, items)
         if kind not in COPIED_TYPES:
             return value
         if kind is Tensor and self._layer_tensors.layer_of(value) is not None:
             return value
-        if id(value) not in self._copies:
-            if isinstance(value, Tensor):
-                copy: Any = value.detach().clone().requires_grad_(value.requires_grad)
-                self._originals[id(copy)] = copy, value, copy._version
-            else:
-                copy = value.copy()
-                self._originals[id(copy)] = copy, value, 0
-            self._copies[id(value)], self._places[id(copy)] = copy, place
-        return self._copies[id(value)]
+        return self._copies.copy_of(value, place, is_setting)
 
     def _change_of(self, state: ObjectState) -> Tree:
         before, now = state.content, read_content(state.owner, state.kind)
@@ -318,7 +318,7 @@ class IsolatedState:
         return [None, key] if type(key) is str else self._encoded(path, name, key)
 
     def _encoded(self, path: str, name: Any, value: Any) -> list[Any]:
-        """Return a pair for an encoding and the value to send; see `replay.attribute_changes`.
+        """Return a pair for an encoding and the value to send; see `attribute_changes`.
 
         `_encode_pending` fills it in, once all values are known.
 
@@ -342,7 +342,7 @@ class IsolatedState:
         references: dict[int, Tree] = {id_: [KNOWN, path] for id_, path in self._paths.items()}
         values = [value for *_, value in self._pending]
         shared: list[Tree] = []
-        for value in shared_values(values, self._paths, self._originals):
+        for value in shared_values(values, self._paths, self._copies.copies):
             # One that cannot be sent is reported below, for each of its names.
             with suppress(ConfigError, RecursionError):
                 shared.append(self._encoding_of(value, references))
@@ -366,8 +366,9 @@ class IsolatedState:
         Raises:
             ConfigError: If the value cannot be sent.
         """
-        if id(value) in self._originals:
-            return [IN_PLACE, [self._places[id(value)], map_tensors(detached_copy, value)]]
+        known = self._copies.copies.get(id(value))
+        if known is not None:
+            return [IN_PLACE, [known.place, map_tensors(detached_copy, value)]]
         if arrives_unchanged(value, references):
             return [None, map_tensors(detached_copy, value)]
         return [PACKED, pack(value, references)]
@@ -375,9 +376,10 @@ class IsolatedState:
     def _is_same(self, before: Any, now: Any) -> bool:
         """Return whether the run left a value as it was; its unwritten copy counts as the same."""
         if before is now:
-            return not self._is_written(now)
-        if id(now) in self._originals:
-            return before is self._originals[id(now)][1] and not self._is_written(now)
+            return not self._copies.is_written(now)
+        known = self._copies.copies.get(id(now))
+        if known is not None:
+            return before is known.original and not self._copies.is_written(now)
         if type(before) is not type(now):
             return False
         if isinstance(before, tuple):
@@ -387,16 +389,6 @@ class IsolatedState:
             attributes = [tuple(getattr(t, "__dict__", {}).items()) for t in (before, now)]
             return not any(attributes) or self._is_same(*attributes)
         return value_key(before) == value_key(now)
-
-    def _is_written(self, value: Any) -> bool:
-        """Return whether a value is a copy that the run has written to."""
-        copy, original, version = self._originals.get(id(value), (None, None, 0))
-        if copy is None:
-            return False
-        if isinstance(copy, Tensor):
-            return bool(copy._version != version)
-        # Arrays have no version counter.
-        return bool(copy.shape != original.shape or copy.tobytes() != original.tobytes())
 
 
 def _sendable_name(key: Any, index: int) -> Any:

@@ -1,0 +1,66 @@
+"""One reading of the user's state, and whether it still holds.
+
+A step may run once per micro-batch. Reading the state again before each run would take longer than
+a small step, though hardly anything can have changed: every run is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import (
+    ObjectState,
+    are_identical,
+)
+
+
+@dataclass(frozen=True)
+class Roots:
+    """The objects from which the user's state is searched.
+
+    Attributes:
+        modules: The modules outside of the layers, with their names.
+        settings: Objects of the Trainer by name.
+    """
+
+    modules: Sequence[tuple[str, nn.Module]]
+    settings: Mapping[str, Any]
+
+    def are_same(self, others: Roots) -> bool:
+        """Return whether these are the same objects, in the same order."""
+        pairs = (
+            ([module for _, module in self.modules], [module for _, module in others.modules]),
+            (list(self.settings.values()), list(others.settings.values())),
+        )
+        return all(are_identical(ours, theirs) for ours, theirs in pairs)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The state of every object that a step can reach, as it was when this was read.
+
+    Attributes:
+        states: The states.
+        metrics: The metrics, with their names.
+        roots: The objects from which the search began. None if the search went through modules that
+            a list or another object holds: new children of those would not be noticed.
+    """
+
+    states: Sequence[ObjectState]
+    metrics: Sequence[tuple[str, nn.Module]]
+    roots: Roots | None
+
+    def is_current(self, roots: Roots) -> bool:
+        """Return whether a new search from these objects would find the same.
+
+        False also stands for "unknown". Tensors may have changed in place.
+        """
+        return (
+            self.roots is not None
+            and self.roots.are_same(roots)
+            and all(state.holds_same_objects() for state in self.states)
+        )
