@@ -45,6 +45,7 @@ from lightning_dlres.strategies.hetero_pipe.step.cutting import (
     cut_on_samples,
     with_inputs,
 )
+from lightning_dlres.strategies.hetero_pipe.step.evaluated_calls import EvaluatedCalls
 from lightning_dlres.strategies.hetero_pipe.step.module_search import require_layers
 from lightning_dlres.strategies.hetero_pipe.step.step_context import Pipelined, StepContext
 
@@ -144,6 +145,9 @@ class RunPlanner:
         needs_samples = fitting and is_pipelined and (has_values or will_measure)
         for _, module in self._layers.non_pipelined_modules():
             fill_deferred(module, torch.device("cpu"))
+        evaluated = EvaluatedCalls.of_uncut(self._pipelined)
+        if is_pipelined and not fitting and evaluated is not None:
+            self._context.pipeline(evaluated)
         samples = self._read_samples(trainer) if needs_samples else None
         if samples is not None and has_values:
             samples = self._capture(samples)

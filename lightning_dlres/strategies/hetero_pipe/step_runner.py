@@ -25,6 +25,7 @@ from lightning_dlres.pipeline.plan.schedules.registry import (
     initial_schedule,
     schedule_named,
 )
+from lightning_dlres.pipeline.stage.layer_call import call_with_changes, with_changes_made
 from lightning_dlres.pipeline.stage.microbatch import is_unjoined, microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.checks.loss_check import (
     inexact_schedule_error,
@@ -210,10 +211,9 @@ class StepRunner:
                 output = self.runtime.forward(inputs, seed, fingerprint, place=place)
             else:
                 call = partial(self._call_layer, layer, inputs, seed)
-                output, changed = self.runtime.compute_layer(layer, call, fingerprint, place=place)
-                tensors = tensors_of(inputs)
-                for position, value in changed:
-                    tensors[position].copy_(value)
+                result = self.runtime.compute_layer(layer, call, fingerprint, place=place)
+                module = self.context.pipelined.layers.modules[layer]
+                output = with_changes_made(module, inputs, result, self.context.device)
         output = map_tensors(lambda t: t.to(self.context.device), output)
         output = self.context.pipelined.output(output)
         requires_gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -223,14 +223,12 @@ class StepRunner:
         return map_tensors(lambda t: raising_in_backward(t, input_tensors), output)
 
     def _call_layer(self, layer: int, inputs: Tree, seed: int) -> Tree:
-        """Return a layer's output, and the inputs that it has changed in place, by position."""
-        context, tensors = self.context, tensors_of(inputs)
-        before = [tensor.clone() for tensor in tensors]
+        context = self.context
+        layers = context.pipelined.layers
         with rng.forked(context.device), context.precision():
             rng.seed_device(derive_seed(seed, layer), context.device)
-            output = context.pipelined.call(layer, inputs)
-        pairs = enumerate(zip(tensors, before, strict=True))
-        return [output, [[at, t] for at, (t, old) in pairs if not torch.equal(t, old)]]
+            call = partial(context.pipelined.call, layer, inputs)
+            return call_with_changes(layers.names[layer], layers.modules[layer], inputs, call)
 
     def _run(
         self, args: tuple[Any, ...], seed: int, scale: float, fingerprint: int

@@ -87,7 +87,7 @@ class PipelinedStep:
         return replace(self, layers=layers, captured=captured)
 
     def cut_like(self, other: Any) -> PipelinedStep:
-        is_same = isinstance(other, PipelinedStep) and other.module is self.module
+        is_same = type(other) is PipelinedStep and other.module is self.module
         return other if is_same else self
 
     @contextmanager

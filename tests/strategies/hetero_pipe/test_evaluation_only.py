@@ -1,0 +1,193 @@
+"""Modules and steps that are cut for training are validated, tested and used without any training,
+with each layer on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_dlres import ConfigError, UnsupportedStepError
+from lightning_dlres.pipeline.stage.layer_call import call_with_changes, with_changes_made
+from tests.support.rank_pool import RankContext, RankPool
+from tests.support.training_cases import trainer_for
+
+WIDTH = 6
+SPLIT = {"plan": None, "profile": None}
+
+
+class Block(nn.Module):
+    """A block with a module that another block has, too, and an auxiliary value as attribute."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.shared = nn.Linear(WIDTH, WIDTH), shared
+        self.auxiliary: Any = 0.0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y: Tensor = self.shared(self.linear(x)).tanh() * scale
+        self.auxiliary = y.square().mean()
+        return y
+
+
+class Network(nn.Module):
+    """A module with skip connections, decisions by values, and a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = Block(self.shared), Block(self.shared)
+        self.head = nn.Linear(2 * WIDTH, 1)
+        self.offset = nn.Parameter(torch.full((WIDTH,), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.first(x) + self.offset
+        y = self.shared(skip)
+        if bool(y.mean() > 0):
+            y = self.second(y, scale=y.abs().max().item())
+        y = self.second(y)
+        output: Tensor = self.head(torch.cat([skip, y], 1)) + self.first.auxiliary
+        return output
+
+
+class Evaluates(LightningModule):
+    """A model whose pipelined module is `net`, or, without it, the step with its two modules."""
+
+    def __init__(self, is_step: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.is_step = is_step
+        if is_step:
+            self.encoder, self.decoder = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)
+        else:
+            self.net = Network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.decoder(self.encoder(x).relu()) if self.is_step else self.net(x)
+        return output
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch), batch if self.is_step else batch[:, :1])
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("loss", self(batch).square().mean())
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("mean", self(batch).mean())
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(2)
+    return DataLoader(torch.randn(10, WIDTH, generator=generator), batch_size=4)  # type: ignore[arg-type]
+
+
+def evaluate(context: RankContext | None, is_step: bool, checkpoint: Path) -> Any:
+    """Validate, test and predict with a new model each; train the last one if it can be cut.
+
+    Returns:
+        All results, and the largest number of stages.
+    """
+    results: list[Any] = []
+    held = 0
+    for stage in ("validate", "test", "predict"):
+        model = Evaluates(is_step)
+        trainer = trainer_for(
+            context, **SPLIT, module=None if is_step else "net", stages="auto", max_epochs=1
+        )
+        options = {} if stage == "predict" else {"verbose": False}
+        path = None if stage == "validate" else checkpoint
+        result = getattr(trainer, stage)(model, loader(), ckpt_path=path, **options)
+        results.append(torch.cat(result) if stage == "predict" else result[0].popitem()[1])
+        own = context is not None and trainer.strategy.plan  # type: ignore[attr-defined]
+        held = max(held, len(own.split) if own else 0)
+    if is_step:
+        trainer.fit(model, loader())
+        results.append(trainer.validate(model, loader(), verbose=False)[0].popitem()[1])
+    return results, held
+
+
+def save_checkpoint(path: Path, is_step: bool) -> None:
+    model, trainer = Evaluates(is_step), trainer_for(None, max_epochs=1)
+    trainer.fit(model, loader())
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("is_step", [False, True])
+def test_evaluation_without_training_equals_one_device(
+    pool: RankPool, tmp_path: Path, is_step: bool
+) -> None:
+    path = tmp_path / "trained.ckpt"
+    save_checkpoint(path, is_step)
+    expected, _ = evaluate(None, is_step, path)
+    for results, stages in pool.run(evaluate, 2, is_step, path):
+        assert stages == 2
+        for result, plain in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, plain, rtol=1e-5, atol=1e-6)
+
+
+class Appends(nn.Module):
+    """A module with a block that adds to a list that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        y: Tensor = self.second(self.first(x))
+        seen.append(y)
+        return y
+
+
+def call(layer: nn.Module, *args: Any) -> tuple[Any, Any]:
+    inputs = (args, {})
+    return inputs, call_with_changes("net.block", layer, inputs, lambda: layer(*args))
+
+
+def test_a_layer_that_changes_a_list_is_refused() -> None:
+    with pytest.raises(UnsupportedStepError, match=r"'net\.block' must not change the lists"):
+        call(Appends(), torch.zeros(1, 2), [])
+
+
+def test_inputs_that_are_no_data_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        call(nn.Identity(), object())
+
+
+class Changes(nn.Module):
+    """A module that changes its input, and sets attributes of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls, self.made = nn.ReLU(), 0, object()
+
+    def forward(self, x: Tensor, same: Tensor) -> Tensor:
+        x += same
+        self.calls += 1
+        self.made = object()
+        self.inner.last = [x.clone(), None]  # type: ignore[assignment]
+        return x * 2
+
+
+def test_changes_of_a_call_are_made_on_other_ranks() -> None:
+    caller, other = Changes(), Changes()
+    _, result = call(caller, torch.zeros(2), torch.ones(2))
+    made = other.made
+    inputs = ((torch.zeros(2), torch.ones(2)), {})
+    output = with_changes_made(other, inputs, result, torch.device("cpu"))
+    assert output.tolist() == [2.0, 2.0]
+    assert inputs[0][0].tolist() == [1.0, 1.0]
+    assert other.calls == 1
+    assert other.inner.last[0].tolist() == [1.0, 1.0]  # type: ignore[index]
+    assert other.made is made
