@@ -10,7 +10,6 @@ may change settings, because they run on all ranks.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,10 +17,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import registered_buffers, torch_function_disabled
+from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES, are_identical
 
 _PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
-# Attributes of every module. One of them is `training`: steps may put layers into evaluation mode.
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 # Value of an attribute that a module does not have. None is a value that layers do have.
 _ABSENT = object()
 
@@ -84,7 +82,7 @@ class LayerSettings:
 
     def trainable(self) -> list[bool]:
         """Return `requires_grad` of every parameter now."""
-        # The guard of remote parameters would make each read take a hundred times as long.
+        # The guard of remote parameters would make each read take much longer.
         with torch_function_disabled():
             return [parameter.requires_grad for _, parameter in self._parameters]
 
@@ -131,9 +129,9 @@ class _ModuleSettings:
         buffers_now = self.buffers()
         # Steps hardly ever change a layer, and every step looks at all modules. So the common case
         # takes as few operations as possible.
-        if _are_same(vars(self.module), attributes) and _are_same(buffers_now, buffers):
+        if _hold_same(vars(self.module), attributes) and _hold_same(buffers_now, buffers):
             return ()
-        changed = self._changed_names(attributes, self.attributes()) - _TORCH_ATTRIBUTES
+        changed = self._changed_names(attributes, self.attributes()) - TORCH_ATTRIBUTES
         for name in changed:
             if name in attributes:
                 vars(self.module)[name] = attributes[name]
@@ -163,13 +161,9 @@ class _ModuleSettings:
         return _is_plain(value) or (self.watches_tensors and isinstance(value, Tensor))
 
 
-def _are_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+def _hold_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Return whether two mappings hold the same objects under the same names, in the same order."""
-    return (
-        len(a) == len(b)
-        and all(map(operator.eq, a, b))
-        and all(map(operator.is_, a.values(), b.values()))
-    )
+    return are_identical(a, b) and are_identical(a.values(), b.values())
 
 
 def _is_plain(value: Any) -> bool:

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of
-
-# Attributes that torch manages in every module.
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES
 
 
 def call_with_changes(name: str, layer: nn.Module, inputs: Tree, call: Callable[[], Tree]) -> Tree:
@@ -51,9 +49,9 @@ def call_with_changes(name: str, layer: nn.Module, inputs: Tree, call: Callable[
     pairs = enumerate(zip(tensors, before, strict=True))
     changed = [[index, now] for index, (now, old) in pairs if not torch.equal(now, old)]
     new = [
-        [path, name, map_tensors(Tensor.detach, value)]
+        [path, attribute, map_tensors(Tensor.detach, value)]
         for path, module in layer.named_modules()
-        for name, value in _new_data(attributes.get(path, {}), vars(module))
+        for attribute, value in _new_data(attributes.get(path, {}), vars(module))
     ]
     return [output, changed, new]
 
@@ -79,7 +77,7 @@ def with_changes_made(layer: nn.Module, inputs: Tree, result: Tree, device: torc
 def _new_data(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the attributes that have another value now, if that is data."""
     for name, value in now.items():
-        if name in _TORCH_ATTRIBUTES or (name in before and before[name] is value):
+        if name in TORCH_ATTRIBUTES or (name in before and before[name] is value):
             continue
         try:
             flatten(value)

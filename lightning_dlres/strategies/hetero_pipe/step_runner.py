@@ -209,12 +209,12 @@ class StepRunner:
         with torch.no_grad(), self.runtime.explaining(reason):
             if layer is None:
                 output = self.runtime.forward(inputs, seed, fingerprint, place=place)
+                output = map_tensors(lambda t: t.to(self.context.device), output)
             else:
                 call = partial(self._call_layer, layer, inputs, seed)
                 result = self.runtime.compute_layer(layer, call, fingerprint, place=place)
                 module = self.context.pipelined.layers.modules[layer]
                 output = with_changes_made(module, inputs, result, self.context.device)
-        output = map_tensors(lambda t: t.to(self.context.device), output)
         output = self.context.pipelined.output(output)
         requires_gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if not requires_gradients:

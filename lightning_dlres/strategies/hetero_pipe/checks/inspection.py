@@ -22,6 +22,7 @@ from lightning_dlres.core._compat import CALL
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.deferred.values import is_deferred, stand_in_values
 from lightning_dlres.pipeline.stage.microbatch import samples_in
+from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES
 from lightning_dlres.pipeline.stage.stage import Layer
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import LayerTensorGuard
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
@@ -33,8 +34,6 @@ _COMPARISON_DTYPE = torch.float64
 # Largest number of layers that the warning names.
 _MAX_NAMES = 8
 _SCALARS = (bool, int, float, str, type(None))
-# Attributes of every module that torch manages.
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 @dataclass
@@ -308,7 +307,7 @@ def _comparable_attributes(module: nn.Module) -> dict[str, Any]:
     """
     attributes: dict[str, Any] = {}
     for name, value in vars(module).items():
-        if name in _TORCH_ATTRIBUTES:
+        if name in TORCH_ATTRIBUTES:
             continue
         if isinstance(value, Tensor):
             if value.grad_fn is None:

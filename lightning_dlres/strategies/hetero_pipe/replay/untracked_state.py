@@ -31,6 +31,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dlres.core.errors import DlresError
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
+from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import (
     SCALARS,
     is_library_class,
@@ -44,8 +45,6 @@ _MAX_OBJECTS = 20_000
 _MAX_ARRAY_BYTES = 1 << 24
 # Largest number of names in the line for the user.
 _MAX_NAMES = 12
-# Attributes that torch manages in every module.
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 _INSTALL_FOLDERS = {"site-packages", "dist-packages"}
 
@@ -183,7 +182,7 @@ def _object_entries(value: Any) -> Entries | None:
     elif isinstance(value, FunctionType):
         return _function_entries(value) if _is_user_module(value.__module__) else None
     elif isinstance(value, nn.Module):
-        own = {name: inner for name, inner in vars(value).items() if name not in _TORCH_ATTRIBUTES}
+        own = {name: inner for name, inner in vars(value).items() if name not in TORCH_ATTRIBUTES}
         names = {**own, **value._modules, **value._parameters}
     elif is_library_class(kind) and not isinstance(value, (Dataset, Sampler)):
         return None

@@ -13,12 +13,9 @@ from functools import partial
 
 from torch import nn
 
-from lightning_dlres.core._compat import CALL
-from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.capture.tracing.blocks import candidate_blocks
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.stage import Layer
-from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import original_forward
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
     PipelinedModule,
     has_several_layers,
@@ -55,13 +52,4 @@ class EvaluatedCalls(PipelinedStep):
         return cls(pipelined.path, module, layers)
 
     def bind(self, index: int, module: nn.Module) -> Layer:
-        return partial(self._run, module)
-
-    def call(self, layer: int, inputs: Tree) -> Tree:
-        return self._run(self.layers.modules[layer], inputs)
-
-    def _run(self, module: nn.Module, inputs: Tree) -> Tree:
-        args, kwargs = inputs
-        # A layer may contain another one. Its call inside of the first belongs to the first.
-        with original_forward(self.layers.modules, CALL):
-            return module(*args, **kwargs)
+        return partial(self.call, index)

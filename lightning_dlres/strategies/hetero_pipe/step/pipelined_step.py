@@ -19,14 +19,16 @@ from torch import nn
 from lightning_dlres.core._compat import CALL
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, tensors_of
-from lightning_dlres.pipeline.capture.block_calls import original_call
 from lightning_dlres.pipeline.capture.captured import CapturedModule
 from lightning_dlres.pipeline.capture.crossing import Returned
 from lightning_dlres.pipeline.capture.segment_state import OpenStep
 from lightning_dlres.pipeline.capture.tracing.capturing import capture_step
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.stage import Chain, Layer
-from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import forwards_replaced
+from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import (
+    forwards_replaced,
+    original_forward,
+)
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
     Handler,
     LocalLayers,
@@ -103,7 +105,9 @@ class PipelinedStep:
 
     def call(self, layer: int, inputs: Tree) -> Tree:
         args, kwargs = inputs
-        return original_call(self.layers.modules[layer], args, kwargs)
+        # A layer may contain another one. Its call inside of the first belongs to the first.
+        with original_forward(self.layers.modules, CALL):
+            return self.layers.modules[layer](*args, **kwargs)
 
     def inputs_of(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Tree | Returned:
         result = self._captured().begin(lambda: nullcontext(step), (args, {}))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from lightning_dlres import UnsupportedStepError
 from lightning_dlres.strategies.hetero_pipe.replay.buffers import NonPipelinedBuffers
 from lightning_dlres.strategies.hetero_pipe.step.module_search import find_pipelined_module
-from tests.strategies.hetero_pipe.replay.test_value_types import Model, replay
+from tests.strategies.hetero_pipe.replay.user_state.test_value_types import Model, replay
 from tests.support.parity import relative
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
 from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import UntrackedState
-from tests.strategies.hetero_pipe.replay.test_user_state import (
+from tests.strategies.hetero_pipe.replay.user_state.test_user_state import (
     CounterCallback,
     ManyStates,
 )

@@ -23,6 +23,7 @@ from lightning_dlres.core._compat import registered_buffers
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
+from lightning_dlres.pipeline.stage.module_attributes import are_identical
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.attribute_changes import (
     IN_PLACE,
     KNOWN,
@@ -48,7 +49,6 @@ from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects impor
     NAMED_KINDS,
     SCALARS,
     ObjectState,
-    are_identical,
     has_own_attributes,
     kind_of,
     read_content,

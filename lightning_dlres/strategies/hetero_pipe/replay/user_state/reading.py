@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_dlres.pipeline.stage.module_attributes import are_identical
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import (
     ObjectState,
-    are_identical,
 )
 
 

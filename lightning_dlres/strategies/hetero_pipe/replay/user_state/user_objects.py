@@ -6,7 +6,6 @@ random generator. `ObjectState` is the content of one such object at one point i
 
 from __future__ import annotations
 
-import operator
 import random
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Sequence
@@ -29,6 +28,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_dlres.core import _compat
 from lightning_dlres.core.wire.payload import as_bytes
 from lightning_dlres.pipeline.execute.digest import digest
+from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES, are_identical
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 # Stands for a missing value, where None may be a value.
@@ -61,7 +61,7 @@ _OPAQUE = (
 _DATA_SOURCES = (Dataset, Sampler, LightningDataModule)
 # Attributes that torch manages in every module, and the methods that this package temporarily
 # replaces in a module's `__dict__`.
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"forward", _compat.CALL, "log", "print"}
+_HIDDEN_ATTRIBUTES = TORCH_ATTRIBUTES | {"forward", _compat.CALL, "log", "print"}
 _KINDS_WITH_ATTRIBUTES = NAMED_KINDS - {"dict"}
 # Types whose values hold no other objects with state.
 _FLAT_TYPES = {*SCALARS, Tensor, np.ndarray}
@@ -241,7 +241,7 @@ def read_content(owner: Any, kind: str) -> Any:
         return owner
     if kind == "module":
         is_root = isinstance(owner, LightningModule)
-        hidden = _lightning_attributes() if is_root else _TORCH_ATTRIBUTES
+        hidden = _lightning_attributes() if is_root else _HIDDEN_ATTRIBUTES
         return {name: value for name, value in vars(owner).items() if name not in hidden}
     if kind == "object":
         return dict(vars(owner))
@@ -259,11 +259,6 @@ def slot_names(kind: Any) -> tuple[str, ...]:
     return tuple(
         name for names in slots for name in ((names,) if isinstance(names, str) else names)
     )
-
-
-def are_identical(a: Collection[Any], b: Collection[Any]) -> bool:
-    """Return whether two collections hold the same objects in the same order."""
-    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def value_key(value: Any) -> Hashable:
@@ -373,7 +368,7 @@ def _is_setting(value: Any) -> bool:
 def _lightning_attributes() -> frozenset[str]:
     hooks = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
     return (
-        _TORCH_ATTRIBUTES
+        _HIDDEN_ATTRIBUTES
         | frozenset(vars(LightningModule()))
         | {"_hparams", "_hparams_initial", *hooks}
     )

@@ -11,7 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.strategies.hetero_pipe.replay.test_value_types import Model, Opaque, Record, replay
+from tests.strategies.hetero_pipe.replay.user_state.test_value_types import (
+    Model,
+    Opaque,
+    Record,
+    replay,
+)
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, differences_in, no_differences_in
 
