@@ -117,6 +117,7 @@ def trainer_for(context: RankContext | None, **options: Any) -> Trainer:
         "stages",
         "profile",
         "memory_limit",
+        "gpu_transfers",
         "deferred_init",
         "save_distributed_checkpoint",
         "timeout",

@@ -70,6 +70,7 @@ class Channel(IntEnum):
         SYNC_REPORT: Gradient synchronisation: report of a rank to the coordinator.
         SYNC_PLAN: Gradient synchronisation: plan of the coordinator for a rank.
         SYNC_PROBE: Gradient synchronisation: measurement of links, and exchange of measured times.
+        DIRECT: Notes of a `DirectLink`.
     """
 
     BATCH = 11
@@ -85,6 +86,7 @@ class Channel(IntEnum):
     SYNC_REPORT = 21
     SYNC_PLAN = 22
     SYNC_PROBE = 23
+    DIRECT = 24
 
 
 # Bytes of the receiver's buffer on channels without padding. Their messages differ in size, and the
@@ -123,6 +125,10 @@ class ReceivingEnd(Protocol):
     """
 
     items: queue.SimpleQueue[Item]
+
+
+class TwoEnds(SendingEnd, ReceivingEnd, Protocol):
+    """Ends of a channel to a rank and of one from it, in one object."""
 
 
 class Mailbox:
@@ -285,6 +291,19 @@ class Mailbox:
                 the error that ends the connection, if any. It must not raise.
         """
         self._receiving_ends[source, channel] = self._new_receiving_end(source, channel, handle)
+
+    def attach(self, peer: int, sends: Channel, receives: Channel, ends: TwoEnds) -> None:
+        """Use these ends for two channels from now on; no message has been sent on them before.
+
+        Args:
+            peer: The other rank, which does the same with the channels swapped.
+            sends: Channel to the other rank.
+            receives: Channel from the other rank.
+            ends: Both ends. Who attaches them closes them.
+        """
+        with self._sending_lock:
+            self._sending_ends[peer, sends] = ends
+        self._receiving_ends[peer, receives] = ends
 
     def connect(self, destination: int, channel: Channel) -> None:
         """Prepare to send on a channel that the destination has subscribed to.

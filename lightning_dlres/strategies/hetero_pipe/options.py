@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_dlres.codecs.gradient import gradient_codec_names
-from lightning_dlres.core.checks import function, instance, timeout_seconds, whole_number
+from lightning_dlres.core.checks import function, instance, one_of, timeout_seconds, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, consecutive_replicas
@@ -26,6 +26,7 @@ Replicas = tuple[tuple[int, ...], ...]
 Recompute = Literal["auto", "never", "always"]
 MemoryLimit = int | str | Sequence[int | str] | None
 RECOMPUTE = ("auto", "never", "always")
+GPU_TRANSFERS = ("host", "nccl")
 _DEFAULT_MICROBATCHES_PER_DEVICE = 4
 
 
@@ -47,6 +48,7 @@ class PipeOptions:
             limit from the free memory.
         recompute: "auto", "never" or "always".
         gradient_codec: Name of the codec of gradients between replicas; None for none.
+        gpu_transfers: "host" or "nccl": the way of messages between GPUs.
         deferred_init: True for a model that no rank builds whole.
         save_distributed_checkpoint: True for checkpoints that no rank holds whole.
         profile: Options of the profile.
@@ -68,6 +70,7 @@ class PipeOptions:
     memory_limit: MemoryLimit = None
     recompute: Recompute = "auto"
     gradient_codec: str | None = None
+    gpu_transfers: Literal["host", "nccl"] = "host"
     deferred_init: bool = False
     save_distributed_checkpoint: bool = False
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -100,6 +103,7 @@ class PipeOptions:
             rule = f"None or one of {gradient_codec_names()}"
             fix = "gradient_codec='int8'"
             raise ConfigError(got_expected("gradient_codec", self.gradient_codec, rule, fix))
+        one_of("gpu_transfers", self.gpu_transfers, GPU_TRANSFERS, "gpu_transfers='host'")
         for name in ("deferred_init", "save_distributed_checkpoint"):
             instance(name, getattr(self, name), (bool,), "True or False", f"{name}=True")
         instance(

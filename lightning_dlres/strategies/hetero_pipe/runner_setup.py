@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
@@ -13,6 +14,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_dlres.codecs.gradient import gradient_codec
+from lightning_dlres.core.comm.device_transfers import nccl_identity
+from lightning_dlres.core.comm.direct_link import DirectLink, direct_pairs, open_direct_links
+from lightning_dlres.core.comm.mailbox import Channel
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.execute.buffers import BufferSync
 from lightning_dlres.pipeline.execute.compressed_gradients import CompressedGradientSync
@@ -24,6 +28,7 @@ from lightning_dlres.pipeline.execute.replica_compression import (
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.plan.schedules.registry import AUTO
 from lightning_dlres.pipeline.stage.stage import Stage
+from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.few_bits import warn_about_few_bits
 from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
 from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import may_drop_old_gradients
@@ -68,6 +73,7 @@ def make_runner(
     groups = make_groups(plan, deployment.owners, timedelta(seconds=timeout))
     for group in groups.values():
         undo.callback(dist.destroy_process_group, group)
+    _open_direct_links(deployment, options.gpu_transfers, undo)
     compression = _open_compression(deployment, options=options, precision=precision, undo=undo)
     deployment.compression = compression
 
@@ -154,6 +160,47 @@ def make_runner(
     # Calls outside of steps (a summary, generated samples) go through the pipeline on all ranks.
     undo.enter_context(context.pipelined.intercepted(runner.forward))
     return runner
+
+
+def _open_direct_links(deployment: Deployment, gpu_transfers: str, undo: ExitStack) -> None:
+    """Open the links by which neighbouring stages exchange messages from GPU to GPU; called by all
+    ranks.
+
+    Args:
+        deployment: The model on this rank.
+        gpu_transfers: The option of the strategy.
+        undo: Exit stack that is closed at the run's end, and then closes the links.
+    """
+    if gpu_transfers != "nccl":
+        return
+    connection, device = deployment.connection, deployment.context.device
+    neighbours = [pair for ranks in deployment.plan.replicas for pair in pairwise(ranks)]
+    gpus = {
+        rank: (identifier, version)
+        for rank, (identifier, version) in enumerate(connection.gather(nccl_identity(device)))
+        if version
+    }
+    pairs = direct_pairs(neighbours, gpus)
+    others = [pair for pair in neighbours if pair not in pairs]
+    if others:
+        rank_zero_warn(
+            "gpu_transfers='nccl' needs a GPU of its own and the same version of NCCL on both "
+            f"ranks. Messages between the ranks {others} go through host memory."
+        )
+    links = open_direct_links(
+        connection.mailbox,
+        pairs,
+        device,
+        forward=Channel.ACTIVATION,
+        backward=Channel.GRADIENT,
+        backend=gpu_transfers,
+    )
+    for link in links:
+        undo.callback(_close_link, link, connection)
+
+
+def _close_link(link: DirectLink, connection: Connection) -> None:
+    link.close(orderly=not connection.failed)
 
 
 def _open_compression(

@@ -89,13 +89,13 @@ class HeteroPipeStrategy(PartitionedStrategy):
             and activations of micro-batches in flight. None: nine tenths of the free memory of each
             GPU, or of the host for its CPU ranks together. If no plan meets a limit, the error
             names the smallest limit that works.
-        recompute: "auto" runs layers again before their backward instead of keeping their saved
-            tensors, where the memory limit needs it. "never" and "always" do so for no layer and
-            for all. Results are bitwise the same.
+        recompute: "auto" runs layers again before their backward, instead of keeping saved tensors,
+            where the memory limit needs it; "never": none; "always": all. Results are the same.
         gradient_codec: Name of the codec that compresses the gradients of layers between replicas,
-            such as "int8" or "fp16"; None compresses none. Gradients below 16 KiB, those of
-            parameters that several stages hold or that are outside of the layers, and those in
-            float64 are not compressed. With one replica it does nothing.
+            such as "int8" or "fp16"; None compresses none. Gradients below 16 KiB, in float64, of
+            tied parameters or outside of the layers are not compressed, nor those of one replica.
+        gpu_transfers: "nccl" sends activations and gradients from GPU to GPU where NCCL links them;
+            "host" sends all through host memory. The former has not yet been run on GPUs.
         deferred_init: True builds a model that is too large for a rank's memory. Each rank makes
             only its own stage's part of what `configure_model` makes, or of what is made within
             `Trainer.init_module`. Values are bitwise those of a whole construction from the same
@@ -103,15 +103,13 @@ class HeteroPipeStrategy(PartitionedStrategy):
         save_distributed_checkpoint: True writes a checkpoint as a directory on shared storage, with
             a part from each rank. Only this strategy resumes it; see `consolidate_checkpoint`.
         profile: Options of the measurement of layers and links before training.
-        timeout: Time that a rank waits for another before it ends the run, in seconds or as text
-            such as "10min".
+        timeout: Time that a rank waits for another, in seconds or as text such as "10min".
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
         checkpoint_io: Set by the Trainer.
         precision_plugin: Set by the Trainer.
-        process_group_backend: Backend of torch.distributed; None chooses gloo, which takes ranks
-            with devices of different kinds.
+        process_group_backend: Backend of torch.distributed; None: gloo, for devices of any kinds.
 
     Raises:
         ConfigError: If an argument has a wrong value.
@@ -135,6 +133,7 @@ class HeteroPipeStrategy(PartitionedStrategy):
         memory_limit: MemoryLimit = None,
         recompute: Recompute = "auto",
         gradient_codec: str | None = None,
+        gpu_transfers: Literal["host", "nccl"] = "host",
         deferred_init: bool = False,
         save_distributed_checkpoint: bool = False,
         profile: ProfileConfig | None = None,
@@ -158,6 +157,7 @@ class HeteroPipeStrategy(PartitionedStrategy):
             memory_limit=memory_limit,
             recompute=recompute,
             gradient_codec=gradient_codec,
+            gpu_transfers=gpu_transfers,
             deferred_init=deferred_init,
             save_distributed_checkpoint=save_distributed_checkpoint,
             profile=ProfileConfig() if profile is None else profile,
