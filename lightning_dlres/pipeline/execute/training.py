@@ -97,7 +97,10 @@ class TrainingStep:
         self.runtime, self.user, self.schedule = runtime, user, schedule
         self.seed, self.scale = seed, scale
         self.stage, self.sync = runtime.stage, runtime.sync
-        self.buffer = GradientBuffer()
+        # Between two backwards, user code runs only for the loss of a micro-batch.
+        self.buffer = GradientBuffer(
+            keeps_grad=schedule.whole_batch_loss or not runtime.is_last,
+        )
         # By micro-batch, until they are used or sent: inputs and outputs of the stage, and the
         # gradients of its outputs before backward, and of its inputs afterwards.
         self.inputs: dict[int, Tree] = {}
@@ -152,8 +155,11 @@ class TrainingStep:
             extra_in_flight=plan.extra_in_flight,
         )
         self.last = {action.op: self.microbatch_of(action) for action in actions}
-        for action in actions:
-            _METHODS[action.op](self, self.microbatch_of(action))
+        try:
+            for action in actions:
+                _METHODS[action.op](self, self.microbatch_of(action))
+        finally:
+            self.buffer.give_back()
         self.backward_before_module()
         self.sync.finish(self.buffer)
         runtime.buffers.run()

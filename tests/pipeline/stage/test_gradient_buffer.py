@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -43,3 +44,31 @@ def test_sparse_gradients_are_summed() -> None:
 
 def test_a_dense_gradient_can_follow_a_sparse_one() -> None:
     assert float(total_of(sparse(), torch.ones(3, 2)).sum()) == 8.0
+
+
+@pytest.mark.parametrize("keeps_grad", [False, True])
+def test_sums_are_lent_to_autograd_and_previous_gradients_come_back(keeps_grad: bool) -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    previous = torch.full((3,), 7.0)
+    first.grad = previous
+    buffer = GradientBuffer(keeps_grad=keeps_grad)
+    for factor in (1.0, 2.0):
+        with buffer.as_grad([first, second]):
+            (factor * first.sum()).backward()  # type: ignore[no-untyped-call]
+        assert (first.grad is previous) is not keeps_grad
+    assert second not in buffer.gradients
+    total = buffer.pop(first)
+    assert total is not None
+    assert total.tolist() == [3.0] * 3
+    # A sum that was taken is not added to again.
+    with buffer.as_grad([first, second]):
+        (first.sum() + second.sum()).backward()  # type: ignore[no-untyped-call]
+    buffer.give_back()
+    assert first.grad is previous
+    assert previous.tolist() == [7.0] * 3
+    assert second.grad is None
+    assert total.tolist() == [3.0] * 3
+    assert {p: g.tolist() for p, g in buffer.gradients.items()} == {
+        first: [1.0] * 3,
+        second: [1.0] * 3,
+    }
