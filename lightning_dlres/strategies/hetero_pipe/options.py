@@ -19,6 +19,7 @@ from lightning_dlres.pipeline.plan.schedules.registry import (
     initial_schedule,
     schedule_names,
 )
+from lightning_dlres.pipeline.plan.search.grouping import stage_counts
 from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.strategies.hetero_pipe.step.step_context import SplitBatch
 
@@ -150,6 +151,12 @@ class PipeOptions:
             and self.recompute != "always"
             and all(option is None for option in needs_pipeline)
         )
+
+    def least_stages(self, world_size: int) -> int:
+        """Return the least number of stages that a plan may have on this number of ranks."""
+        if self.fixed_replicas is not None:
+            return len(self.fixed_replicas[0])
+        return self.fixed_stages or stage_counts(world_size)[0]
 
     def replicas(self, world_size: int) -> Replicas:
         """Return the ranks of every replica, in stage order.

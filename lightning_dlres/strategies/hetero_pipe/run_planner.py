@@ -25,7 +25,6 @@ from lightning_dlres.pipeline.plan.planner import (
     unmeasured_layers,
     unmeasured_plan,
 )
-from lightning_dlres.pipeline.plan.search.grouping import stage_counts
 from lightning_dlres.pipeline.profile.config import ProfileSamples
 from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
 from lightning_dlres.pipeline.profile.profiler import Profiler, ProfilingError
@@ -235,10 +234,8 @@ class RunPlanner:
             return previous
         profile = None
         if samples is not None and world_size > 1:
-            stages = len(replicas[0]) if options.fixed_replicas else options.fixed_stages
-            require_layers(
-                self._pipelined, stages or stage_counts(world_size)[0], self._uncut_reason
-            )
+            stages = options.least_stages(world_size)
+            require_layers(self._pipelined, stages, self._uncut_reason)
             profile = self._profile(trainer, samples)
         if profile is None:
             require_layers(self._pipelined, len(replicas[0]), self._uncut_reason)

@@ -85,10 +85,9 @@ class HeteroPipeStrategy(PartitionedStrategy):
         emulate_speed: For demos and tests on one machine: relative speed of every rank, above 0 and
             up to 1.0, the fastest. Slower ranks sleep after computing.
         memory_limit: Bytes, or text such as "8GiB", that the model may take on a device: one for
-            all ranks, or a list with one per rank. It covers weights, gradients, optimizer state,
-            and activations of micro-batches in flight. None: nine tenths of the free memory of each
-            GPU, or of the host for its CPU ranks together. If no plan meets a limit, the error
-            names the smallest limit that works.
+            all ranks, or one per rank. It covers weights, gradients, optimizer state, and saved
+            activations. None: nine tenths of the free memory of each GPU, or of the host for its
+            CPU ranks together. If no plan meets it, the error names the smallest one that works.
         recompute: "auto" runs layers again before their backward, instead of keeping saved tensors,
             where the memory limit needs it; "never": none; "always": all. Results are the same.
         gradient_codec: Name of the codec that compresses the gradients of layers between replicas,
@@ -323,7 +322,8 @@ class HeteroPipeStrategy(PartitionedStrategy):
 
     def _make_step_context(self) -> StepContext:
         module = self._module
-        pipelined = find_pipelined_module(module, self._options.module)
+        stages = self._options.least_stages(self.world_size)
+        pipelined = find_pipelined_module(module, self._options.module, stages)
         if self._deployment is not None:
             # A module that was cut for `fit` is cut alike for `test`.
             pipelined = pipelined.cut_like(self._deployment.context.pipelined)

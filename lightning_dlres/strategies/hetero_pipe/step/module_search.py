@@ -14,21 +14,24 @@ from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import TRAINING_STEP, PipelinedStep
 
 
-def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule | PipelinedStep:
+def find_pipelined_module(
+    root: nn.Module, path: str | None, stages: int = 1
+) -> PipelinedModule | PipelinedStep:
     """Return the module to pipeline.
 
     Args:
         root: The LightningModule.
         path: Name of the module, such as "net" or "model.blocks", or "training_step" for the step.
             None selects the only `nn.Sequential` or `nn.ModuleList` with parameters that is not
-            inside another one. If there is none, it selects the only child with parameters. If
-            there are several, it selects the step.
+            inside another one, and that has a layer for each stage. If there is none, it selects
+            the only child with parameters. If there are several, it selects the step.
+        stages: Least number of stages.
 
     Raises:
         ConfigError: If there is no such module, or if it has no layers.
     """
     if path is None:
-        path = _only_candidate(root)
+        path = _only_candidate(root, stages)
     if path == TRAINING_STEP:
         return PipelinedStep.of(root)
     try:
@@ -88,7 +91,8 @@ def require_layers(
             f"The pipelined module {pipelined.path!r} ({kind}) must have at least one layer for "
             f"each of the {stages} stages, got {count} layer{'s' if count != 1 else ''}. "
             f"Use devices={count}, HeteroPipeStrategy(stages={count}), or put more layers into one "
-            "nn.Sequential."
+            "nn.Sequential. Or cut the step, which may call several modules: "
+            f"HeteroPipeStrategy(module={TRAINING_STEP!r})."
         )
 
 
@@ -128,10 +132,10 @@ def _children(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, m) for name, m in root.named_children() if any(True for _ in m.parameters())]
 
 
-def _only_candidate(root: nn.Module) -> str:
+def _only_candidate(root: nn.Module, stages: int) -> str:
     """Return the name of the only module that can be pipelined; see `find_pipelined_module`."""
     candidates, children = _candidates(root), _children(root)
-    if len(candidates) == 1:
+    if len(candidates) == 1 and (len(list(candidates[0][1].children())) >= stages):
         return candidates[0][0]
     if len(children) == 1:
         # Its own code is cut into layers.

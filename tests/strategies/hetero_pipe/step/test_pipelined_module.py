@@ -104,6 +104,15 @@ def test_several_candidates_select_the_step(root: Root, names: tuple[str, ...]) 
     assert found.layers.names == names
 
 
+def test_a_candidate_with_too_few_layers_leaves_the_choice_to_the_step() -> None:
+    root = Root(encoder=sequential(), head=linear())
+    count = len(root.encoder)
+    assert find_pipelined_module(root, None, count).path == "encoder"
+    assert find_pipelined_module(root, None, count + 1).is_step
+    # A module that is alone is named, so that the error can name it.
+    assert find_pipelined_module(Root(encoder=sequential()), None, count + 1).path == "encoder"
+
+
 @pytest.mark.parametrize("root", [Root(loss=nn.CrossEntropyLoss()), Root(net=nn.Sequential())])
 def test_error_says_that_there_is_no_candidate(root: Root) -> None:
     with pytest.raises(ConfigError, match="Root has no module with parameters"):
