@@ -110,6 +110,16 @@ DispatchMode = _python_dispatch.TorchDispatchMode
 CALL = "_call_impl"
 
 
+def has_user_hooks(module: nn.Module) -> bool:
+    """Return whether user code has registered forward hooks on a module, not counting those inside
+    of it; torch has no public way to list hooks.
+
+    Hooks of torch itself, such as those of its weight norm, do not count.
+    """
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not getattr(hook, "__module__", "").startswith("torch.") for hook in hooks)
+
+
 def fake_tensor_mode() -> AbstractContextManager[Any]:
     """Context manager in which operations return FakeTensors, which have no memory and no values.
 

@@ -1,30 +1,25 @@
-"""One call of a layer outside of training, and what it changes beside its result.
+"""One call of a layer outside of training, and what it changes of its inputs.
 
 One rank makes the call, and all others go on with its result. So they must also get the inputs
-that the call has changed in place, and the attributes that it has set in its modules, such as an
-auxiliary loss that other code reads.
+that the call has changed in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 import torch
-from torch import Tensor, nn
 
-from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
-from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of
-from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES
+from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.core.wire.tree import Tree, flatten, tensors_of
 
 
-def call_with_changes(name: str, layer: nn.Module, inputs: Tree, call: Callable[[], Tree]) -> Tree:
-    """Call a layer; return its output and its other changes, as one tree for `with_changes_made`.
+def call_with_changes(name: str, inputs: Tree, call: Callable[[], Tree]) -> list[Tree]:
+    """Call a layer; return its output and the inputs that it has changed, for `with_changes_made`.
 
     Args:
         name: Name of the layer, for errors.
-        layer: The layer.
         inputs: Inputs of the call.
         call: Makes the call.
 
@@ -34,7 +29,6 @@ def call_with_changes(name: str, layer: nn.Module, inputs: Tree, call: Callable[
     """
     structure, tensors = flatten(inputs)
     before = [tensor.clone() for tensor in tensors]
-    attributes = {path: dict(vars(module)) for path, module in layer.named_modules()}
     output = call()
     structure_now, tensors_now = flatten(inputs)
     is_same = len(tensors) == len(tensors_now) and all(
@@ -47,40 +41,19 @@ def call_with_changes(name: str, layer: nn.Module, inputs: Tree, call: Callable[
             "which other ranks would not see. Return the new values instead."
         )
     pairs = enumerate(zip(tensors, before, strict=True))
-    changed = [[index, now] for index, (now, old) in pairs if not torch.equal(now, old)]
-    new = [
-        [path, attribute, map_tensors(Tensor.detach, value)]
-        for path, module in layer.named_modules()
-        for attribute, value in _new_data(attributes.get(path, {}), vars(module))
-    ]
-    return [output, changed, new]
+    return [output, [[index, now] for index, (now, old) in pairs if not torch.equal(now, old)]]
 
 
-def with_changes_made(layer: nn.Module, inputs: Tree, result: Tree, device: torch.device) -> Tree:
-    """Make the changes of a call on this rank, and return the output.
+def with_changes_made(inputs: Tree, result: Tree) -> Tree:
+    """Change the inputs on this rank as the call did, and return the output.
 
     Args:
-        layer: The layer.
         inputs: Inputs of the call.
-        result: What `call_with_changes` has returned on the rank that made the call.
-        device: Device of this rank.
+        result: What `call_with_changes` has returned on the rank that made the call, on the device
+            of this rank.
     """
-    output, changed, new = map_tensors(lambda tensor: tensor.to(device), result)
+    output, changed = result
     tensors = tensors_of(inputs)
     for index, value in changed:
         tensors[index].copy_(value)
-    for path, name, value in new:
-        vars(layer.get_submodule(path))[name] = value
     return output
-
-
-def _new_data(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that have another value now, if that is data."""
-    for name, value in now.items():
-        if name in TORCH_ATTRIBUTES or (name in before and before[name] is value):
-            continue
-        try:
-            flatten(value)
-        except ConfigError:
-            continue
-        yield name, value

@@ -13,7 +13,7 @@ and the buffers of its first run, so that the gradients are the same to the bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -85,7 +85,8 @@ class Stage:
         first_layer: Index of the first layer in the whole model. It is part of every layer's random
             seed, so that randomness does not depend on the split.
         device: Device of the stage.
-        context: Factory of the context manager around every forward, such as autocast.
+        context: Factory of the context manager around every forward for training, such as
+            autocast.
         recomputed: Modules of the recomputed layers, by position in this stage.
         by_layer: True makes every layer a run, so that `backward` calls `layer_done` after each.
         chain: Runs several layers at once; None runs them one after the other.
@@ -154,7 +155,8 @@ class Stage:
             for_backward: False if no backward follows; nothing is recorded then.
         """
         records = []
-        with forked(self.device), self._context():
+        # The caller's autocast holds if nothing is recorded: all ranks make such a call together.
+        with forked(self.device), self._context() if for_backward else nullcontext():
             for run in self._runs:
                 if not for_backward:
                     inputs = self._run_layers(run, inputs, seed, microbatch)

@@ -25,7 +25,6 @@ from lightning_dlres.pipeline.plan.schedules.registry import (
     initial_schedule,
     schedule_named,
 )
-from lightning_dlres.pipeline.stage.layer_call import call_with_changes, with_changes_made
 from lightning_dlres.pipeline.stage.microbatch import is_unjoined, microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.checks.loss_check import (
     inexact_schedule_error,
@@ -33,6 +32,7 @@ from lightning_dlres.strategies.hetero_pipe.checks.loss_check import (
     reason_in_fingerprints,
     reason_in_records,
 )
+from lightning_dlres.strategies.hetero_pipe.replay.layer_calls import LayerCalls
 from lightning_dlres.strategies.hetero_pipe.replay.logs import logs_in
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.attribute_changes import (
     unsendable_values,
@@ -104,6 +104,9 @@ class StepRunner:
         self._false_alarms = 0
         self._checked_operations: set[str] = set()
         self._num_forwards = 0
+        self._layer_calls = LayerCalls(
+            context.module, context.pipelined.layers, context.metrics, context.device
+        )
 
     @property
     def loss_per_microbatch(self) -> bool:
@@ -211,24 +214,17 @@ class StepRunner:
                 output = self.runtime.forward(inputs, seed, fingerprint, place=place)
                 output = map_tensors(lambda t: t.to(self.context.device), output)
             else:
-                call = partial(self._call_layer, layer, inputs, seed)
-                result = self.runtime.compute_layer(layer, call, fingerprint, place=place)
-                module = self.context.pipelined.layers.modules[layer]
-                output = with_changes_made(module, inputs, result, self.context.device)
+                call = partial(self.context.pipelined.call, layer, inputs)
+                run = partial(self._layer_calls.run, layer, inputs, call)
+                self._layer_calls.begin(layer)
+                result = self.runtime.compute_layer(layer, run, fingerprint, place=place)
+                output = self._layer_calls.finish(inputs, result)
         output = self.context.pipelined.output(output)
         requires_gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if not requires_gradients:
             return output
         input_tensors = tensors_of(inputs)
         return map_tensors(lambda t: raising_in_backward(t, input_tensors), output)
-
-    def _call_layer(self, layer: int, inputs: Tree, seed: int) -> Tree:
-        context = self.context
-        layers = context.pipelined.layers
-        with rng.forked(context.device), context.precision():
-            rng.seed_device(derive_seed(seed, layer), context.device)
-            call = partial(context.pipelined.call, layer, inputs)
-            return call_with_changes(layers.names[layer], layers.modules[layer], inputs, call)
 
     def _run(
         self, args: tuple[Any, ...], seed: int, scale: float, fingerprint: int
@@ -313,7 +309,8 @@ class StepRunner:
         )
         saved = [buffer.clone() for buffer in runtime.buffers.tensors()]
         with torch.no_grad():
-            output = runtime.forward(inputs, seed, fingerprint, everywhere=False)
+            with context.precision():
+                output = runtime.forward(inputs, seed, fingerprint, everywhere=False)
             if output is SKIPPED:
                 rewind_random_state()
                 return

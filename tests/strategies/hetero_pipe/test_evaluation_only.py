@@ -3,15 +3,20 @@ with each layer on one rank."""
 
 from __future__ import annotations
 
+import random
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_dlres import ConfigError, UnsupportedStepError
 from lightning_dlres.pipeline.stage.layer_call import call_with_changes, with_changes_made
@@ -137,6 +142,76 @@ def test_evaluation_without_training_equals_one_device(
             torch.testing.assert_close(result, plain, rtol=1e-5, atol=1e-6)
 
 
+class Remembers(nn.Module):
+    """A module that keeps state in attributes of many kinds, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.means: list[float] = []
+        self.counts = {"rows": 0}
+        self.total, self.largest = torch.zeros(WIDTH), np.zeros(1)
+        self.mean = MeanMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = F.dropout(self.linear(x), 0.3) * random.uniform(0.9, 1.1)
+        self.means.append(float(y.mean()))
+        self.counts["rows"] += len(x)
+        self.total += y.sum(0)
+        np.maximum(self.largest, y.float().max().numpy(), out=self.largest)
+        self.mean.update(y)
+        return y
+
+
+class UsesMemory(LightningModule):
+    """Model whose steps use what its modules have kept, also in hooks of inner modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second = Remembers(), Remembers()
+        self.features: dict[str, Any] = {}
+        self.calls = 0
+        for name in ("first", "second"):
+            inner = self.get_submodule(f"{name}.linear")
+            inner.register_forward_hook(partial(self.keep, name))
+
+    def keep(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.features[name] = output
+        self.calls += 1
+        self.log(f"mean of {name}", output.mean())
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        y = self.second(self.first(batch) + torch.rand(WIDTH))
+        with torch.autocast("cpu", enabled=False):
+            exact = self.first(batch)
+        self.log("precision", torch.finfo(exact.dtype).eps)
+        self.log("sum", y.double().sum() + self.features["first"].sum() * self.calls)
+        for module in (self.first, self.second):
+            assert isinstance(module, Remembers)
+            y = y + module.total + module.counts["rows"] + float(module.largest[0])
+            y = y + sum(module.means) + module.mean.compute()
+        self.log("memory", y.double().mean())
+
+
+def use_memory(context: RankContext | None) -> tuple[dict[str, float], list[float], float]:
+    seed_everything(3, verbose=False)
+    model, trainer = (
+        UsesMemory(),
+        trainer_for(context, **SPLIT, stages="auto", precision="bf16-mixed"),
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Forward hooks")
+        result = dict(trainer.test(model, loader(), verbose=False)[0])
+    return result, model.second.means, float(torch.rand(()))
+
+
+def test_what_a_call_changes_beside_its_result_reaches_all_ranks(pool: RankPool) -> None:
+    expected = use_memory(None)
+    assert expected[0]["precision"] == torch.finfo(torch.float32).eps
+    assert pool.run(use_memory, 2) == [expected] * 2
+
+
 class Appends(nn.Module):
     """A module with a block that adds to a list that it gets."""
 
@@ -152,7 +227,7 @@ class Appends(nn.Module):
 
 def call(layer: nn.Module, *args: Any) -> tuple[Any, Any]:
     inputs = (args, {})
-    return inputs, call_with_changes("net.block", layer, inputs, lambda: layer(*args))
+    return inputs, call_with_changes("net.block", inputs, lambda: layer(*args))
 
 
 def test_a_layer_that_changes_a_list_is_refused() -> None:
@@ -166,28 +241,16 @@ def test_inputs_that_are_no_data_are_refused() -> None:
 
 
 class Changes(nn.Module):
-    """A module that changes its input, and sets attributes of several kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.calls, self.made = nn.ReLU(), 0, object()
+    """A module that changes its input."""
 
     def forward(self, x: Tensor, same: Tensor) -> Tensor:
         x += same
-        self.calls += 1
-        self.made = object()
-        self.inner.last = [x.clone(), None]  # type: ignore[assignment]
         return x * 2
 
 
-def test_changes_of_a_call_are_made_on_other_ranks() -> None:
-    caller, other = Changes(), Changes()
-    _, result = call(caller, torch.zeros(2), torch.ones(2))
-    made = other.made
+def test_changes_of_inputs_are_made_on_other_ranks() -> None:
+    _, result = call(Changes(), torch.zeros(2), torch.ones(2))
     inputs = ((torch.zeros(2), torch.ones(2)), {})
-    output = with_changes_made(other, inputs, result, torch.device("cpu"))
+    output = with_changes_made(inputs, result)
     assert output.tolist() == [2.0, 2.0]
     assert inputs[0][0].tolist() == [1.0, 1.0]
-    assert other.calls == 1
-    assert other.inner.last[0].tolist() == [1.0, 1.0]  # type: ignore[index]
-    assert other.made is made

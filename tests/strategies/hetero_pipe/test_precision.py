@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,11 +15,17 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from lightning_dlres import HeteroPipeStrategy, PipelinePlan
+from lightning_dlres import (
+    HeteroPipeStrategy,
+    PeerLostError,
+    PipelinePlan,
+    UnsupportedStepError,
+)
 from lightning_dlres.strategies.hetero_pipe.precision import overflow_shared
 from tests.support.models import QUIET, Task, loaders
 from tests.support.parity import ParityCase, assert_same_training, relative, run_case, train_on_rank
 from tests.support.rank_pool import RankContext, RankPool
+from tests.support.training_cases import Classifier, batches, trainer_for
 
 CPU = torch.device("cpu")
 
@@ -263,3 +270,59 @@ def test_bf16_mixed_equals_a_single_device(pool: RankPool, schedule: str) -> Non
 
 def _plain_case(context: RankContext, case: ParityCase) -> Any:
     return run_case(None, case, None)
+
+
+class ChoosesPrecision(Classifier):
+    """Model that calls its module in full precision in some places.
+
+    Args:
+        in_training: True: in training, too.
+    """
+
+    def __init__(self, in_training: bool) -> None:
+        super().__init__()
+        self._in_training = in_training
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.autocast("cpu", enabled=not self._in_training):
+            return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        exact = torch.autocast("cpu", enabled=False)
+        for context in (nullcontext(), exact):
+            with context:
+                output = self.net(batch[0])
+            self.observed += [torch.finfo(output.dtype).eps, float(output.double().sum())]
+
+    def on_validation_epoch_end(self) -> None:
+        # Plain training calls hooks without autocast.
+        output = self.net(torch.ones(2, 16))
+        self.observed += [torch.finfo(output.dtype).eps, float(output.double().sum())]
+
+
+def evaluate_in_two_precisions(context: RankContext | None) -> list[float]:
+    model = ChoosesPrecision(in_training=False)
+    trainer = trainer_for(context, precision="bf16-mixed", limit_val_batches=1)
+    trainer.fit(model, batches(), batches())
+    return model.observed
+
+
+def test_calls_outside_of_training_run_in_the_precision_of_the_caller(pool: RankPool) -> None:
+    expected = evaluate_in_two_precisions(None)
+    for observed in pool.run(evaluate_in_two_precisions, 2):
+        assert observed[::2] == expected[::2]
+        # Sums of logits differ as much as the weights of training in bfloat16.
+        assert observed[1::2] == pytest.approx(expected[1::2], abs=0.5)
+
+
+def train_in_full_precision(context: RankContext) -> str:
+    trainer = trainer_for(context, precision="bf16-mixed")
+    # Rank 1 names the error of rank 0.
+    with pytest.raises((UnsupportedStepError, PeerLostError)) as caught:
+        trainer.fit(ChoosesPrecision(in_training=True), batches())
+    return str(caught.value)
+
+
+def test_a_call_in_another_precision_is_refused_in_training(pool: RankPool) -> None:
+    for error in pool.run(train_in_full_precision, 2):
+        assert "must call 'net' in the precision of the Trainer" in error

@@ -187,7 +187,7 @@ def layer_weight_error(use: str) -> UnsupportedStepError:
         use: Description of the use, such as "in mul".
     """
     return UnsupportedStepError(
-        f"training_step must not use a layer's weight outside of the pipelined module ({use}): "
+        f"A step must not use a layer's weight outside of the pipelined module ({use}): "
         "another stage may hold the weight. Examples are a penalty over self.parameters() and a "
         "weight that other code shares. Use the optimizer's weight_decay, compute the term inside "
         "the layers, or assign the layer to a second attribute of the LightningModule: then all "

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core import _compat
@@ -200,7 +201,10 @@ class PipelinedModule:
             UnsupportedStepError: If the step returns something else without a call.
         """
 
+        precision = _autocast_states()
+
         def stop(inputs: Tree, layer: int | None = None) -> Tree:
+            self._require_precision(precision)
             raise _StopAtCall(inputs)
 
         try:
@@ -252,11 +256,12 @@ class PipelinedModule:
         answer: Callable[[Tree], Tree],
         record_call: RecordCall,
     ) -> Any:
-        num_calls = 0
+        num_calls, precision = 0, _autocast_states()
 
         def handle(inputs: Tree, layer: int | None = None) -> Tree:
             nonlocal num_calls
             num_calls += 1
+            self._require_precision(precision)
             if num_calls > 1:
                 raise self._wrong_number_of_calls(num_calls)
             output = answer(inputs)
@@ -269,6 +274,15 @@ class PipelinedModule:
             raise self._wrong_number_of_calls(0)
         return result
 
+    def _require_precision(self, expected: list[Any]) -> None:
+        """Raise if autocast is not set as it was at the start of the step."""
+        if _autocast_states() != expected:
+            raise UnsupportedStepError(
+                f"{type(self.layers.root).__name__}.training_step must call {self.path!r} in the "
+                "precision of the Trainer, since other ranks run its layers in that, got a call "
+                "within another torch.autocast. Enter it in the forward of a layer instead."
+            )
+
     def _wrong_number_of_calls(self, num_calls: int) -> UnsupportedStepError:
         if num_calls:
             got, fix = "a second call", "Concatenate the inputs and call it once."
@@ -279,6 +293,11 @@ class PipelinedModule:
             f"{type(self.layers.root).__name__}.training_step must call {self.path!r}, the "
             f"pipelined module, exactly once in every step, got {got}. {fix}"
         )
+
+
+def _autocast_states() -> list[Any]:
+    kinds = ("cpu", "cuda")
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 
 
 def _forward_attribute(module: nn.Module) -> str:
