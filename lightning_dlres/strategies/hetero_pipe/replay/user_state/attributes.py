@@ -11,7 +11,7 @@ into the same tensors instead would invalidate a graph that has saved them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -197,10 +197,15 @@ class IsolatedState:
         # Values of the diff that is being made: pairs to fill in, with arguments of `_encoded`.
         self._pending: list[tuple[list[Any], str, Any, Any]] = []
         self.unsendable: dict[tuple[str, Any], Any] = {}
-        for state in states:
-            # Tuples are included because they may hold tensors.
-            if any(kind in COPIED_TYPES or issubclass(kind, tuple) for kind in state.types):
-                state.write(self._copied_content(state))
+        # Tuples are included because they may hold tensors.
+        copied = [
+            state
+            for state in states
+            if any(kind in COPIED_TYPES or issubclass(kind, tuple) for kind in state.types)
+        ]
+        self._copies.prepare([value for state in copied for value in self._copied_values(state)])
+        for state in copied:
+            state.write(self._copied_content(state))
 
     def diff(self) -> Tree:
         """Return the changes of the run, by path; see `attribute_changes` for their form."""
@@ -239,15 +244,27 @@ class IsolatedState:
             return [self._copy(item, [path, i], is_setting) for i, item in enumerate(state.content)]
         return state.content
 
+    def _copied_values(self, state: ObjectState) -> Iterator[Any]:
+        """Yield the tensors and arrays of an object of which the run gets copies."""
+        values = state.content.values() if state.kind in NAMED_KINDS else state.content
+        pending = list(values) if state.kind in (*NAMED_KINDS, "list", "deque") else []
+        for value in pending:
+            if isinstance(value, tuple):
+                pending.extend(value)
+            elif self._is_copied(value):
+                yield value
+
+    def _is_copied(self, value: Any) -> bool:
+        kind = type(value)
+        made_by_layer = kind is Tensor and self._layer_tensors.layer_of(value) is not None
+        return kind in COPIED_TYPES and not made_by_layer
+
     def _copy(self, value: Any, place: list[Any], is_setting: bool) -> Any:
         """Return a copy of a tensor or array, also inside a tuple; any other value itself."""
-        kind = type(value)
         if isinstance(value, tuple):
             items = [self._copy(item, [*place, i], is_setting) for i, item in enumerate(value)]
             return value if are_identical(items, value) else with_items(value, items)
-        if kind not in COPIED_TYPES:
-            return value
-        if kind is Tensor and self._layer_tensors.layer_of(value) is not None:
+        if not self._is_copied(value):
             return value
         return self._copies.copy_of(value, place, is_setting)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.shared_memory import (
+    copies_in_shared_memory,
+)
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import same_tensors
 
 # Largest tensor of a data set, in bytes, whose values are compared after each run.
@@ -23,6 +27,7 @@ class ValueCopy(NamedTuple):
         version: Version counter of the copy when the run began; 0 for an array.
         original_version: The same of the original.
         compares_values: Whether values of a tensor are compared after the run, too.
+        shares_memory: Whether the copy shares memory with another one.
     """
 
     copy: Any
@@ -31,6 +36,7 @@ class ValueCopy(NamedTuple):
     version: int
     original_version: int
     compares_values: bool
+    shares_memory: bool
 
 
 class ValueCopies:
@@ -50,6 +56,15 @@ class ValueCopies:
         self.copies: dict[int, ValueCopy] = {}
         # By the id of the copy: whether the run has written to it, as far as that was asked.
         self._is_written: dict[int, bool] = {}
+        # By the id of the original.
+        self._in_shared_memory: dict[int, Any] = {}
+
+    def prepare(self, originals: Collection[Any]) -> None:
+        """Look for originals that share memory, whose copies must do so, too; called before
+        `copy_of`."""
+        distinct = {id(original): original for original in originals}
+        if len(distinct) > 1:
+            self._in_shared_memory = copies_in_shared_memory(distinct.values())
 
     def copy_of(self, original: Any, place: list[Any], is_setting: bool) -> Any:
         """Return the copy of a tensor or array, a new one if it has none.
@@ -63,10 +78,20 @@ class ValueCopies:
         known = self._by_original.get(id(original))
         if known is None:
             last = self._last.get(id(original))
-            copy = _new_copy(original) if last is None else last.copy
+            shared = self._in_shared_memory.get(id(original))
+            if shared is not None:
+                copy = shared
+            else:
+                copy = _new_copy(original) if last is None else last.copy
             compares_values = not is_setting or original.nbytes <= _COMPARED_SETTING_BYTES
             known = ValueCopy(
-                copy, original, place, _version(copy), _version(original), compares_values
+                copy,
+                original,
+                place,
+                _version(copy),
+                _version(original),
+                compares_values,
+                shared is not None,
             )
             self._by_original[id(original)] = self.copies[id(copy)] = known
         return known.copy
@@ -100,6 +125,7 @@ def _may_serve_again(known: ValueCopy) -> bool:
     # Layers run between two runs of the step, and their hooks may write to the original.
     return (
         isinstance(copy, Tensor)
+        and not known.shares_memory
         and not copy.requires_grad
         and not original.requires_grad
         and not vars(copy)
