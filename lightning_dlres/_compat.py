@@ -149,6 +149,16 @@ def note_sigterm(trainer: Trainer) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
+def given_train_loaders(trainer: Trainer) -> Any:
+    """Return the loaders that `fit` has got as an argument, also before its loop begins; None
+    without any.
+
+    The Trainer's public `train_dataloader` is None until then.
+    """
+    source = trainer.fit_loop._data_source
+    return None if source.is_module() else source.instance
+
+
 def train_loader(trainer: Trainer) -> Any:
     """Return a new train loader for profiling.
 

@@ -16,9 +16,11 @@ Id spaces:
 
 from __future__ import annotations
 
+import builtins
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -160,15 +162,28 @@ class Runtime:
             compute: Returns the output.
             batch_digest: Fingerprint of the batch that this rank sees.
             place: Place of the call in user code; see `announce`.
+
+        Raises:
+            Exception: What `compute` has raised. On other ranks the same, if it is an exception of
+                Python's own; else `UnsupportedStepError`.
         """
         self.announce(None, batch_digest, f"{place}, at layer {layer}")
         owner = self.plan.replicas[0][self.plan.stage_of(layer)]
         if self.rank != owner:
-            return self._output_of(owner)
-        with self.computing("forward", 0):
-            output = map_tensors(Tensor.detach, compute())
+            output, raised = self._output_of(owner)
+            if raised is not None:
+                raise _error_of_layer(self.plan.rank_name(owner), *raised)
+            return output
         others = [peer for peer in range(self.plan.world_size) if peer != owner]
-        self._mailbox.send_copies(others, Channel.OUTPUT, self.key("output"), output)
+        send = partial(self._mailbox.send_copies, others, Channel.OUTPUT, self.key("output"))
+        try:
+            with self.computing("forward", 0):
+                output = map_tensors(Tensor.detach, compute())
+        except Exception as error:
+            # User code may catch it, and must then do so on all ranks.
+            send([None, [type(error).__name__, str(error)]])
+            raise
+        send([output, None])
         return output
 
     def announce(
@@ -344,3 +359,22 @@ class Runtime:
             return None
         parts = [own_output if peer == self.rank else self._output_of(peer) for peer in ranks]
         return join_if_alike(parts, self.replica_sizes(sizes))
+
+
+def _error_of_layer(rank: str, kind: str, text: str) -> Exception:
+    """Return the exception for what a layer has raised on another rank.
+
+    Args:
+        rank: Name of that rank.
+        kind: Name of the exception's class.
+        text: Its text.
+    """
+    known = getattr(builtins, kind, None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        try:
+            error: Exception = known(text)
+        except TypeError:
+            pass
+        else:
+            return error
+    return UnsupportedStepError(f"A layer has raised on {rank}: {kind}: {text}")

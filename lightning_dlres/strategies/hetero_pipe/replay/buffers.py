@@ -17,7 +17,7 @@ says how the receiver makes the buffer:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -90,12 +90,20 @@ class NonPipelinedBuffers:
                 states[name] = BufferState(tensor, key not in not_persistent)
         return states
 
-    def isolate(self, before: Buffers) -> None:
+    def isolate(
+        self, before: Buffers, shared_copy: Callable[[Tensor], Tensor | None] = lambda _: None
+    ) -> None:
         """Replace the buffers of a snapshot by copies. A buffer with two names gets one copy, so
-        that it stays shared."""
+        that it stays shared.
+
+        Args:
+            before: The snapshot.
+            shared_copy: Returns a copy of a buffer in memory that other copies share; None for a
+                buffer with memory of its own.
+        """
         firsts = _first_names(before)
         copies = {
-            name: state.tensor.detach().clone()
+            name: _copy(state.tensor, shared_copy(state.tensor))
             for name, state in before.items()
             if state.tensor is not None and firsts[name] == name
         }
@@ -186,6 +194,10 @@ class NonPipelinedBuffers:
         buffers, not_persistent = registered_buffers(module)
         del buffers[key]
         not_persistent.discard(key)
+
+
+def _copy(tensor: Tensor, shared: Tensor | None) -> Tensor:
+    return tensor.detach().clone() if shared is None else shared
 
 
 def _first_names(buffers: Buffers) -> dict[str, str]:

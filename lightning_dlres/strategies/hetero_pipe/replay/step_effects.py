@@ -160,8 +160,9 @@ class StepEffects:
             The run. Call `collect` with it before the end to keep its side effects.
         """
         should_stop = self._trainer.should_stop
-        state = self._state.isolate(old_layer_tensors, self._last_state)
-        self._buffers.isolate(self._buffers_before)
+        buffers = [b.tensor for b in self._buffers_before.values() if b.tensor is not None]
+        state = self._state.isolate(old_layer_tensors, self._last_state, buffers)
+        self._buffers.isolate(self._buffers_before, state.shared_copy)
         self._parameters.isolate()
         try:
             with (

@@ -11,6 +11,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_dlres._compat import given_train_loaders
+
 
 def settings_owners(trainer: Trainer) -> dict[str, Any]:
     """Return the objects that hold settings, by their path: the Trainer, its loops, parameter
@@ -23,7 +25,10 @@ def settings_owners(trainer: Trainer) -> dict[str, Any]:
     for index, config in enumerate(trainer.lr_scheduler_configs):
         owners[f"trainer.lr_scheduler_configs[{index}].scheduler"] = config.scheduler
     owners["trainer.datamodule"] = getattr(trainer, "datamodule", None)
-    for index, loader in enumerate(_loaders_in(trainer.train_dataloader)):
+    loaders = trainer.train_dataloader
+    # The step is tried before the loop begins.
+    loaders = given_train_loaders(trainer) if loaders is None else loaders
+    for index, loader in enumerate(_loaders_in(loaders)):
         for name in ("dataset", "sampler", "batch_sampler"):
             owners[f"trainer.train_dataloader[{index}].{name}"] = getattr(loader, name, None)
     return owners

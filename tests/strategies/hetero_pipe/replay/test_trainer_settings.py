@@ -91,12 +91,50 @@ class ChangesSettings(Classifier):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
 
 
+DATA = ScaledSamples(False, 32)
+
+
+class SharesMemory(Classifier):
+    """A model with a data set, and with tensors and arrays that are views of one another.
+
+    The step changes the data set by its own name, also in the trial before training.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+        self.same, self.array = self.count, self.count.numpy()
+        self.table = np.ones((2, 4))
+        self.row, self.flat = self.table[1], torch.from_numpy(self.table.reshape(-1))
+        DATA.scale = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.array[0] += 1
+        self.same[1] += self.count[0]
+        self.row[:2] += 0.1
+        loss = super().training_step(batch, batch_idx) * float(self.flat[4])
+        self.flat[0] += float(self.row[1])
+        self.count.data[2] += float(self.table[0, 0])
+        DATA.scale += 0.1
+        return loss * (1 + 0.1 * float(self.same[2]))
+
+    def on_train_epoch_end(self) -> None:
+        self.observed += [*self.same.tolist(), *self.array.tolist(), DATA.scale]
+        self.observed += [*self.row.tolist(), *self.flat.tolist()]
+
+
 def compare_with_plain_training(context: RankContext) -> dict[str, list[str]]:
     options = {"reload_dataloaders_every_n_epochs": 1}
     return differences_in(
         context,
-        {
-            name: Case(ChangesSettings, name, data=CountsSteps, trainer=options)
+        {name: Case(ChangesSettings, name, data=CountsSteps, trainer=options) for name in SCHEDULES}
+        | {
+            f"views, {name}": Case(
+                SharesMemory,
+                name,
+                data=lambda: DataLoader(DATA, batch_size=8),
+                options={"plan": None},
+            )
             for name in SCHEDULES
         },
     )
@@ -107,6 +145,6 @@ SCHEDULES = ("gpipe", "auto")
 
 @pytest.mark.parametrize("ranks", [2])
 def test_settings_equal_a_single_device(pool: RankPool, ranks: int) -> None:
-    assert pool.run(compare_with_plain_training, ranks) == no_differences_in(
-        dict.fromkeys(SCHEDULES), ranks
-    )  # type: ignore[arg-type]
+    names = [*SCHEDULES, *(f"views, {name}" for name in SCHEDULES)]
+    expected = no_differences_in(dict.fromkeys(names), ranks)  # type: ignore[arg-type]
+    assert pool.run(compare_with_plain_training, ranks) == expected

@@ -80,7 +80,10 @@ class UserState:
         self._layer_ids = {id(inner) for layer in layers for inner in layer.modules()}
 
     def isolate(
-        self, layer_tensors: LayerTensors | None = None, last: IsolatedState | None = None
+        self,
+        layer_tensors: LayerTensors | None = None,
+        last: IsolatedState | None = None,
+        buffers: Sequence[Tensor] = (),
     ) -> IsolatedState:
         """Replace all tensors and arrays by copies, for one run of the step.
 
@@ -89,11 +92,19 @@ class UserState:
                 noticed, a use of a copy would not be.
             last: The last run of the same step, which is over. What still holds of it is used
                 again, since a step may run once per micro-batch.
+            buffers: Tensors that the caller replaces. Those that share memory with others get their
+                copies here, too: see `IsolatedState.shared_copy`.
         """
         roots = self._roots()
+        reading = None
         if last is not None and last.reading.is_current(roots):
-            return IsolatedState(last.reading, layer_tensors or LayerTensors(), last)
-        return IsolatedState(self._read(roots), layer_tensors or LayerTensors())
+            reading = last.reading
+        return IsolatedState(
+            reading or self._read(roots),
+            layer_tensors or LayerTensors(),
+            None if reading is None else last,
+            buffers,
+        )
 
     def apply(self, changes: Tree, unsendable: Unsendable) -> None:
         """Make the changes of one run, on every rank.
@@ -180,6 +191,7 @@ class IsolatedState:
         reading: The state of all objects before the run.
         layer_tensors: Tensors that layers made, which are not copied.
         last: The run before, whose unchanged copies serve this run, too; None copies all.
+        buffers: Further tensors of which `shared_copy` may return copies.
 
     Attributes:
         reading: As the argument.
@@ -188,7 +200,11 @@ class IsolatedState:
     """
 
     def __init__(
-        self, reading: Reading, layer_tensors: LayerTensors, last: IsolatedState | None = None
+        self,
+        reading: Reading,
+        layer_tensors: LayerTensors,
+        last: IsolatedState | None = None,
+        buffers: Sequence[Tensor] = (),
     ) -> None:
         states = reading.states
         self.reading, self._states, self._layer_tensors = reading, states, layer_tensors
@@ -203,9 +219,16 @@ class IsolatedState:
             for state in states
             if any(kind in COPIED_TYPES or issubclass(kind, tuple) for kind in state.types)
         ]
-        self._copies.prepare([value for state in copied for value in self._copied_values(state)])
+        values = [value for state in copied for value in self._copied_values(state)]
+        self._copies.prepare(values, buffers)
         for state in copied:
             state.write(self._copied_content(state))
+
+    def shared_copy(self, buffer: Tensor) -> Tensor | None:
+        """Return the copy of a buffer that shares memory with an attribute or another buffer, as
+        the buffer does; None if it shares none."""
+        copy: Tensor | None = self._copies.in_shared_memory.get(id(buffer))
+        return copy
 
     def diff(self) -> Tree:
         """Return the changes of the run, by path; see `attribute_changes` for their form."""

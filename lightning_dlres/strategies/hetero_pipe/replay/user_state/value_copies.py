@@ -47,6 +47,10 @@ class ValueCopies:
     Args:
         last: Copies of the run before, in the same step, which is over. Those that it has left
             alone serve this run, too.
+
+    Attributes:
+        in_shared_memory: By the id of the original, the copies that share memory with another one,
+            or that are both a buffer and another value.
     """
 
     def __init__(self, last: ValueCopies | None = None) -> None:
@@ -56,15 +60,26 @@ class ValueCopies:
         self.copies: dict[int, ValueCopy] = {}
         # By the id of the copy: whether the run has written to it, as far as that was asked.
         self._is_written: dict[int, bool] = {}
-        # By the id of the original.
-        self._in_shared_memory: dict[int, Any] = {}
+        # By the id of the original: all that `prepare` got, and the copies that share memory.
+        self._prepared: dict[int, Any] = {}
+        self.in_shared_memory: dict[int, Any] = {}
+        self._last_unshared = {} if last is None or last.in_shared_memory else last._prepared
 
-    def prepare(self, originals: Collection[Any]) -> None:
+    def prepare(self, originals: Collection[Any], buffers: Collection[Tensor]) -> None:
         """Look for originals that share memory, whose copies must do so, too; called before
-        `copy_of`."""
-        distinct = {id(original): original for original in originals}
-        if len(distinct) > 1:
-            self._in_shared_memory = copies_in_shared_memory(distinct.values())
+        `copy_of`.
+
+        Args:
+            originals: All that `copy_of` will get.
+            buffers: Tensors that the caller replaces, by `in_shared_memory` if they are there.
+        """
+        self._prepared = {id(value): value for value in (*originals, *buffers)}
+        if len(self._prepared) > 1 and self._prepared.keys() != self._last_unshared.keys():
+            self.in_shared_memory = copies_in_shared_memory(self._prepared.values())
+        ids = set(map(id, originals))
+        for buffer in buffers:
+            if id(buffer) in ids and id(buffer) not in self.in_shared_memory:
+                self.in_shared_memory[id(buffer)] = _new_copy(buffer)
 
     def copy_of(self, original: Any, place: list[Any], is_setting: bool) -> Any:
         """Return the copy of a tensor or array, a new one if it has none.
@@ -78,7 +93,7 @@ class ValueCopies:
         known = self._by_original.get(id(original))
         if known is None:
             last = self._last.get(id(original))
-            shared = self._in_shared_memory.get(id(original))
+            shared = self.in_shared_memory.get(id(original))
             if shared is not None:
                 copy = shared
             else:
