@@ -44,7 +44,9 @@ def operation_name(function: Any) -> str:
 
 def is_decision(function: Any, name: str, arguments: Any, outputs: Any) -> bool:
     """Return True if an operation returns no tensor, but reads values of tensors."""
-    is_write = function is Tensor.__setitem__ or name == "_assert"
+    # `tensor.data += 1` ends with an assignment to `data`.
+    is_write = function is Tensor.__setitem__ or getattr(function, "__name__", "") == "__set__"
+    is_write = is_write or name == "_assert"
     return bool(arguments) and not outputs and not is_write
 
 

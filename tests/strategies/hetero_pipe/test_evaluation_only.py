@@ -7,7 +7,7 @@ import random
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -163,6 +163,22 @@ class Remembers(nn.Module):
         return y
 
 
+class Overwrites(nn.Module):
+    """A module that changes its inputs, and that cannot take small batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, state: Tensor, part: Tensor) -> Tensor:
+        if len(x) < 4:
+            raise ValueError("small")
+        state.mul_(2).add_(1)
+        part += x.mean(0)[: len(part)]
+        output: Tensor = self.linear(x)
+        return output
+
+
 class UsesMemory(LightningModule):
     """Model whose steps use what its modules have kept, also in hooks of inner modules."""
 
@@ -172,6 +188,12 @@ class UsesMemory(LightningModule):
         self.first, self.second = Remembers(), Remembers()
         self.features: dict[str, Any] = {}
         self.calls = 0
+        self.third = Overwrites()
+        compiled = torch.compile(nn.Linear(WIDTH, WIDTH), backend="eager")
+        self.compiled = cast(nn.Module, compiled)
+        self.scales = nn.ParameterList([torch.full((WIDTH,), 0.7)])
+        self.register_buffer("state", torch.zeros(WIDTH))
+        self.plain = torch.zeros(WIDTH)
         for name in ("first", "second"):
             inner = self.get_submodule(f"{name}.linear")
             inner.register_forward_hook(partial(self.keep, name))
@@ -184,7 +206,12 @@ class UsesMemory(LightningModule):
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         y = self.second(self.first(batch) + torch.rand(WIDTH))
         with torch.autocast("cpu", enabled=False):
-            exact = self.first(batch)
+            exact = self.compiled(self.first(batch))
+        try:
+            y = y + self.third(exact, self.state, self.plain[2:])
+        except ValueError as error:
+            y = y + len(str(error))
+        y = y * self.scales[0] + self.state + self.plain
         self.log("precision", torch.finfo(exact.dtype).eps)
         self.log("sum", y.double().sum() + self.features["first"].sum() * self.calls)
         for module in (self.first, self.second):

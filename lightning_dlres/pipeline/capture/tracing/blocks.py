@@ -6,6 +6,9 @@ from collections.abc import Collection
 
 from torch import nn
 
+# Modules that hold parameters and have no forward.
+_NEVER_CALLED = (nn.ParameterList, nn.ParameterDict)
+
 
 def candidate_blocks(root: nn.Module, closed: Collection[str] = ()) -> dict[str, nn.Module]:
     """Return the modules that may become layers, by name, in the order of `named_modules`.
@@ -32,7 +35,7 @@ def _collect(
     *,
     is_member: bool,
 ) -> None:
-    if not any(True for _ in module.parameters()):
+    if not any(True for _ in module.parameters()) or isinstance(module, _NEVER_CALLED):
         return
     has_list = any(_is_list(inner) for inner in module.modules())
     is_opened = _is_list(module) or (has_list and not is_member)

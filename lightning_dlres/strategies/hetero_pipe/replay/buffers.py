@@ -111,6 +111,16 @@ class NonPipelinedBuffers:
         for name, first in firsts.items():
             self._set(name, BufferState(copies[first], before[name].is_persistent))
 
+    def observe(self, before: Buffers) -> Buffers:
+        """Begin a run that keeps its changes of the buffers; return the snapshot for `diff`."""
+        tensors = {name: state.tensor for name, state in before.items()}
+        self._isolated = {id(t): (name, t) for name, t in tensors.items() if t is not None}
+        copies = {id(t): t.detach().clone() for t in tensors.values() if t is not None}
+        return {
+            name: BufferState(copies.get(id(state.tensor)), state.is_persistent)
+            for name, state in before.items()
+        }
+
     def diff(self, before: Buffers) -> dict[str, Tree]:
         """Return the changes since the snapshot, with copies of the tensors; see the module's
         docstring for their form."""

@@ -17,7 +17,6 @@ from torch import nn
 
 from lightning_dlres.core._compat import has_user_hooks
 from lightning_dlres.core.wire.tree import Tree, map_tensors
-from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.layer_call import call_with_changes, with_changes_made
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
@@ -77,7 +76,7 @@ class LayerCalls:
                 "what they keep in other variables does not.",
                 stacklevel=2,
             )
-        with effects.isolated(LayerTensors(), shows_logging=True) as run:
+        with effects.observed() as run:
             result = call_with_changes(name, inputs, call)
             effects.collect(run)
         return [*result, effects.to_tree(by_parts=False)]

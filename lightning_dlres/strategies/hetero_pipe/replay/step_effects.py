@@ -107,6 +107,7 @@ class StepEffects:
         self._parameters = NonPipelinedFrozenParameters(layers)
         self._metrics_before = metrics.snapshot() if metrics.metrics else {}
         self._last_state: IsolatedState | None = None
+        self._keeps_changes = False
         self.logs: list[list[LogRecord]] = []
         self.logger_calls: list[list[LoggerCall]] = []
         self.fingerprints: list[dict[str, int]] = []
@@ -179,6 +180,24 @@ class StepEffects:
             self._trainer.should_stop = should_stop
 
     @contextmanager
+    def observed(self) -> Iterator[IsolatedRun]:
+        """Context manager that records all that user code changes, logs and prints in one run, and
+        undoes no change of it. `apply` then changes nothing on this rank a second time.
+
+        Yields:
+            The run. Call `collect` with it before the end to keep its side effects.
+        """
+        self._keeps_changes = True
+        self._buffers_before = self._buffers.observe(self._buffers_before)
+        state = self._state.observe()
+        with (
+            isolated_loggers(self._trainer.loggers) as logger_calls,
+            isolated_output(shows_logging=True) as output,
+            isolated_log_calls(self._module) as logs,
+        ):
+            yield IsolatedRun(state, logs, logger_calls, output)
+
+    @contextmanager
     def undone(self, old_layer_tensors: LayerTensors) -> Iterator[None]:
         """Context manager for one run that also restores the metrics."""
         with self._metrics.isolated(), self.isolated(old_layer_tensors):
@@ -235,7 +254,8 @@ class StepEffects:
     def apply(self, records: Sequence[Tree], part_sizes: Sequence[int] | None) -> None:
         """Apply the side effects of the step to this rank.
 
-        Called once on every rank, also on the ranks that ran the step, because each run was undone.
+        Called once on every rank, also on the ranks that ran the step, because each run was undone
+        unless it was `observed`.
         Attributes, buffers, random state and printed text come from the first record. Only a run on
         the whole batch may have calls of loggers, and there is one record then.
 
@@ -252,9 +272,10 @@ class StepEffects:
         elif not self.logs:
             # A rank that ran the step on the whole batch has updated its metrics itself.
             self._metrics.apply(first["metrics"])
-        self._state.apply(first["attributes"], self._unsendable)
-        self._buffers.apply(first["buffers"])
-        self._parameters.apply(first["parameters"])
+        if not self._keeps_changes:
+            self._state.apply(first["attributes"], self._unsendable)
+            self._buffers.apply(first["buffers"])
+            self._parameters.apply(first["parameters"])
         if any(record["should_stop"] for record in records):
             self._trainer.should_stop = True
         rng.restore(first["rng"], self._device)

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from lightning_dlres._compat import is_compiled
 from lightning_dlres.core._compat import CALL
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, tensors_of
@@ -100,6 +102,9 @@ class PipelinedStep:
             return lambda *args, **kwargs: handler((args, kwargs), index)
 
         forwards = [forward_of(index) for index in range(len(modules))]
+        if is_compiled(self.layers.root):
+            # A compiled module around a layer must not trace the messages between ranks.
+            forwards = [torch.compiler.disable(forward) for forward in forwards]
         with forwards_replaced(self.path, modules, CALL, forwards):
             yield
 

@@ -106,6 +106,10 @@ class UserState:
             buffers,
         )
 
+    def observe(self) -> IsolatedState:
+        """Begin a run that keeps its changes; only `diff` of the result may be called."""
+        return IsolatedState(self._read(self._roots()), LayerTensors(), keeps_changes=True)
+
     def apply(self, changes: Tree, unsendable: Unsendable) -> None:
         """Make the changes of one run, on every rank.
 
@@ -192,6 +196,8 @@ class IsolatedState:
         layer_tensors: Tensors that layers made, which are not copied.
         last: The run before, whose unchanged copies serve this run, too; None copies all.
         buffers: Further tensors of which `shared_copy` may return copies.
+        keeps_changes: True leaves tensors and arrays in their places, where the run may change
+            them.
 
     Attributes:
         reading: As the argument.
@@ -205,10 +211,14 @@ class IsolatedState:
         layer_tensors: LayerTensors,
         last: IsolatedState | None = None,
         buffers: Sequence[Tensor] = (),
+        *,
+        keeps_changes: bool = False,
     ) -> None:
         states = reading.states
         self.reading, self._states, self._layer_tensors = reading, states, layer_tensors
-        self._copies: ValueCopies = ValueCopies(None if last is None else last._copies)
+        self._copies: ValueCopies = ValueCopies(
+            None if last is None else last._copies, keeps_originals=keeps_changes
+        )
         self._paths = {id(state.owner): state.path for state in states}
         # Values of the diff that is being made: pairs to fill in, with arguments of `_encoded`.
         self._pending: list[tuple[list[Any], str, Any, Any]] = []
@@ -222,7 +232,9 @@ class IsolatedState:
         values = [value for state in copied for value in self._copied_values(state)]
         self._copies.prepare(values, buffers)
         for state in copied:
-            state.write(self._copied_content(state))
+            content = self._copied_content(state)
+            if not keeps_changes:
+                state.write(content)
 
     def shared_copy(self, buffer: Tensor) -> Tensor | None:
         """Return the copy of a buffer that shares memory with an attribute or another buffer, as

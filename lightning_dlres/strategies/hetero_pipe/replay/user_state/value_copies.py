@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from lightning_dlres.strategies.hetero_pipe.replay.user_state.shared_memory import (
+from lightning_dlres.pipeline.stage.shared_memory import (
     copies_in_shared_memory,
 )
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import same_tensors
@@ -47,13 +47,16 @@ class ValueCopies:
     Args:
         last: Copies of the run before, in the same step, which is over. Those that it has left
             alone serve this run, too.
+        keeps_originals: True: the run has the originals themselves, to write to them. Copies are
+            kept for comparison; they take the part of the originals here.
 
     Attributes:
         in_shared_memory: By the id of the original, the copies that share memory with another one,
             or that are both a buffer and another value.
     """
 
-    def __init__(self, last: ValueCopies | None = None) -> None:
+    def __init__(self, last: ValueCopies | None = None, *, keeps_originals: bool = False) -> None:
+        self._keeps_originals = keeps_originals
         self._last = {} if last is None else last._reusable()
         self._by_original: dict[int, ValueCopy] = {}
         # By the id of the copy.
@@ -73,6 +76,8 @@ class ValueCopies:
             originals: All that `copy_of` will get.
             buffers: Tensors that the caller replaces, by `in_shared_memory` if they are there.
         """
+        if self._keeps_originals:
+            return
         self._prepared = {id(value): value for value in (*originals, *buffers)}
         if len(self._prepared) > 1 and self._prepared.keys() != self._last_unshared.keys():
             self.in_shared_memory = copies_in_shared_memory(self._prepared.values())
@@ -99,16 +104,17 @@ class ValueCopies:
             else:
                 copy = _new_copy(original) if last is None else last.copy
             compares_values = not is_setting or original.nbytes <= _COMPARED_SETTING_BYTES
+            used, kept = (original, copy) if self._keeps_originals else (copy, original)
             known = ValueCopy(
-                copy,
-                original,
-                place,
-                _version(copy),
-                _version(original),
-                compares_values,
-                shared is not None,
+                copy=used,
+                original=kept,
+                place=place,
+                version=_version(used),
+                original_version=_version(kept),
+                compares_values=compares_values,
+                shares_memory=shared is not None,
             )
-            self._by_original[id(original)] = self.copies[id(copy)] = known
+            self._by_original[id(original)] = self.copies[id(known.copy)] = known
         return known.copy
 
     def is_written(self, value: Any) -> bool:

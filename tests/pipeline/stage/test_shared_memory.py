@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dlres.strategies.hetero_pipe.replay.user_state.shared_memory import (
+from lightning_dlres.pipeline.stage.shared_memory import (
     copies_in_shared_memory,
 )
 
