@@ -100,9 +100,15 @@ class Variational(Autoencoder):
 
 
 class Prepared(Autoencoder):
-    """Step that mixes the samples of a batch, and decides by their values, before its modules."""
+    """Step that mixes the samples of a batch, counts, and decides by values, before its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.zeros(())
 
     def prepared(self, x: Tensor) -> Tensor:
+        self.count.data += 1
+        self.observed.append(float(self.count))
         share = float(torch.rand(()))
         x = share * x + (1 - share) * x[torch.randperm(x.shape[0])]
         x = x - x.mean(0)
