@@ -59,6 +59,10 @@ class DeviceTransfers:
             tensor.record_stream(torch.cuda.current_stream(self._device))
         return tensor
 
+    def close(self) -> None:
+        """Free the process group; called by both ranks after their last transfer."""
+        dist.destroy_process_group(self._group)
+
     def _transfer(self, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
         if not tensors:
             return

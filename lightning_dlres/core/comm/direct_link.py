@@ -58,6 +58,9 @@ class Transfers(Protocol):
     def adopt(self, tensor: Tensor) -> Tensor:
         """Return a received tensor for the calling thread's computation."""
 
+    def close(self) -> None:
+        """Free what the transfers use."""
+
 
 class DirectLink:
     """Link to one rank, for one channel in each direction of a mailbox.
@@ -150,7 +153,10 @@ class DirectLink:
             self._due.put(None)
         for thread in self._threads:
             thread.join(self._mailbox.timeout if orderly else FAILED_CLOSE_SECONDS)
-        abandon([thread for thread in self._threads if thread.is_alive()])
+        stuck = [thread for thread in self._threads if thread.is_alive()]
+        abandon(stuck)
+        if orderly and not stuck:
+            self._transfers.close()
 
     def _announce(
         self, wait: Callable[[], None], key: Key, header: bytes, large: list[Tensor]

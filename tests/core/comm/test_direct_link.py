@@ -111,6 +111,10 @@ class Rendezvous:
     def adopt(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def close(self) -> None:
+        assert self.outgoing.empty()
+        assert self.incoming.empty()
+
 
 def path_of(ranks: int) -> tuple[list[MemoryMailbox], dict[tuple[int, int], Any]]:
     """Return connected mailboxes, and the links by (rank, peer) with their transfers."""
