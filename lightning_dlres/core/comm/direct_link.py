@@ -44,7 +44,7 @@ _SEND_NEXT = None
 
 
 class Transfers(Protocol):
-    """What a link needs of `DeviceTransfers`; see there."""
+    """Interface of `DeviceTransfers` to a link; see there."""
 
     def computed(self) -> Callable[[], None]:
         """Return a function that waits for the tensors of the calling thread."""

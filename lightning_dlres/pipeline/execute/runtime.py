@@ -44,6 +44,10 @@ from lightning_dlres.pipeline.stage.stage import Stage
 # Stands for the inputs of the pipelined module if a step returns None before the module's call.
 # None would not do: it may be an input.
 SKIPPED: Any = object()
+# Python's own exceptions whose constructors need more than a text.
+_NOT_MADE_OF_TEXT = frozenset(
+    ("UnicodeDecodeError", "UnicodeEncodeError", "UnicodeTranslateError", "ExceptionGroup")
+)
 
 
 class Runtime:
@@ -172,7 +176,7 @@ class Runtime:
         if self.rank != owner:
             output, raised = self._output_of(owner)
             if raised is not None:
-                raise _error_of_layer(self.plan.rank_name(owner), *raised)
+                raise error_of_layer(self.plan.rank_name(owner), *raised)
             return output
         others = [peer for peer in range(self.plan.world_size) if peer != owner]
         send = partial(self._mailbox.send_copies, others, Channel.OUTPUT, self.key("output"))
@@ -361,7 +365,7 @@ class Runtime:
         return join_if_alike(parts, self.replica_sizes(sizes))
 
 
-def _error_of_layer(rank: str, kind: str, text: str) -> Exception:
+def error_of_layer(rank: str, kind: str, text: str) -> Exception:
     """Return the exception for what a layer has raised on another rank.
 
     Args:
@@ -369,12 +373,8 @@ def _error_of_layer(rank: str, kind: str, text: str) -> Exception:
         kind: Name of the exception's class.
         text: Its text.
     """
-    known = getattr(builtins, kind, None)
+    known = None if kind in _NOT_MADE_OF_TEXT else getattr(builtins, kind, None)
     if isinstance(known, type) and issubclass(known, Exception):
-        try:
-            error: Exception = known(text)
-        except TypeError:
-            pass
-        else:
-            return error
+        error: Exception = known(text)
+        return error
     return UnsupportedStepError(f"A layer has raised on {rank}: {kind}: {text}")

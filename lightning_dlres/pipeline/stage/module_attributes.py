@@ -1,4 +1,4 @@
-"""What the attributes of modules have in common, and their comparison by identity."""
+"""Attributes of modules: those that torch manages, and comparison by identity."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@ with each layer on one rank."""
 
 from __future__ import annotations
 
+import builtins
 import random
 import warnings
 from functools import partial
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_dlres import ConfigError, UnsupportedStepError
+from lightning_dlres.pipeline.execute.runtime import error_of_layer
 from lightning_dlres.pipeline.stage.layer_call import call_with_changes, with_changes_made
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import trainer_for
@@ -281,3 +283,14 @@ def test_changes_of_inputs_are_made_on_other_ranks() -> None:
     output = with_changes_made(inputs, result)
     assert output.tolist() == [2.0, 2.0]
     assert inputs[0][0].tolist() == [1.0, 1.0]
+
+
+def test_exceptions_of_python_are_raised_on_all_ranks_and_others_named() -> None:
+    kinds = [k for k in vars(builtins).values() if isinstance(k, type) and issubclass(k, Exception)]
+    made = [error_of_layer("rank 1", kind.__name__, "small") for kind in kinds]
+    same = [type(error) is kind for error, kind in zip(made, kinds, strict=True)]
+    assert all("small" in str(error) for error in made)
+    assert same.count(False) <= 4
+    other = error_of_layer("rank 1", "OutOfMemoryError", "small")
+    assert isinstance(other, UnsupportedStepError)
+    assert "on rank 1: OutOfMemoryError: small" in str(other)

@@ -166,12 +166,8 @@ class StepEffects:
         self._buffers.isolate(self._buffers_before, state.shared_copy)
         self._parameters.isolate()
         try:
-            with (
-                isolated_loggers(self._trainer.loggers) as logger_calls,
-                isolated_output(shows_logging) as output,
-                isolated_log_calls(self._module) as logs,
-            ):
-                yield IsolatedRun(state, logs, logger_calls, output)
+            with self._recorded(state, shows_logging) as run:
+                yield run
         finally:
             state.restore(new_layer_tensors)
             self._last_state = state
@@ -190,9 +186,15 @@ class StepEffects:
         self._keeps_changes = True
         self._buffers_before = self._buffers.observe(self._buffers_before)
         state = self._state.observe()
+        with self._recorded(state, shows_logging=True) as run:
+            yield run
+
+    @contextmanager
+    def _recorded(self, state: IsolatedState, shows_logging: bool) -> Iterator[IsolatedRun]:
+        """Context manager that records logs, calls of loggers and printed text."""
         with (
             isolated_loggers(self._trainer.loggers) as logger_calls,
-            isolated_output(shows_logging=True) as output,
+            isolated_output(shows_logging) as output,
             isolated_log_calls(self._module) as logs,
         ):
             yield IsolatedRun(state, logs, logger_calls, output)

@@ -135,7 +135,7 @@ def _children(root: nn.Module) -> list[tuple[str, nn.Module]]:
 def _only_candidate(root: nn.Module, stages: int) -> str:
     """Return the name of the only module that can be pipelined; see `find_pipelined_module`."""
     candidates, children = _candidates(root), _children(root)
-    if len(candidates) == 1 and (len(list(candidates[0][1].children())) >= stages):
+    if len(candidates) == 1 and len(list(candidates[0][1].children())) >= stages:
         return candidates[0][0]
     if len(children) == 1:
         # Its own code is cut into layers.

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_dlres import HeteroPipeStrategy, UnsupportedStepError
+from lightning_dlres import UnsupportedStepError
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.attributes import UserState
-from tests.support.models import QUIET, Samples
+from tests.support.models import Samples
 from tests.support.rank_pool import RankContext, RankPool
-from tests.support.training_cases import QUICK
+from tests.support.training_cases import trainer_for
 
 
 class CountsSteps(LightningModule):
@@ -57,20 +57,7 @@ class CountsSteps(LightningModule):
 def fit(context: RankContext | None, keeps_outputs: bool, schedule: str = "gpipe") -> Any:
     seed_everything(3, verbose=False)
     model = CountsSteps(keeps_outputs)
-    options: dict[str, Any] = {"strategy": "auto", "devices": 1}
-    if context is not None:
-        strategy = HeteroPipeStrategy(microbatches=3, schedule=schedule, profile=QUICK)  # type: ignore[arg-type]
-        options = {
-            "strategy": strategy,
-            "devices": context.world_size,
-            "plugins": [context.environment],
-        }
-    trainer = Trainer(
-        **options,
-        accelerator="cpu",
-        max_epochs=2,
-        **QUIET,
-    )
+    trainer = trainer_for(context, schedule=schedule, plan=None, stages="auto")
     trainer.fit(model, DataLoader(Samples(False, 32), batch_size=8))
     written = float(model.hidden), float(model.shared_with_numpy)
     return (model.before, model.after, *written), float(model.smooth), model.epochs
