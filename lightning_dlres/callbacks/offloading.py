@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dlres._compat import is_compiled
 from lightning_dlres.callbacks.open_step import OpenStep
+from lightning_dlres.core.device.link_use import LinkUse, UsesLink
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.memory.config import DEFAULT_ACTIONS, MemoryConfig
@@ -254,8 +255,14 @@ class TrainingSteps:
             warn=rank_zero_warn,
             # Measuring needs torch's profiler, and a second profiler would crash the program.
             may_profile=not isinstance(profiler, PyTorchProfiler),
+            link_use=self._link_use,
             given_plan=self._config.load_plan(),
         )
+
+    def _link_use(self) -> LinkUse:
+        """Return what the Trainer's other callbacks copy in a step."""
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return sum((one.link_use() for one in callbacks if isinstance(one, UsesLink)), LinkUse())
 
     def _ranks_on_host(self) -> int:
         trainer = self._trainer

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_dlres.callbacks.host_parameters import parameters_on_host
 from lightning_dlres.callbacks.offloading import MemoryBudget
 from lightning_dlres.callbacks.open_step import OpenStep
+from lightning_dlres.core.device.link_use import LinkUse
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.mirror.config import LAYERWISE, MirrorConfig
 from lightning_dlres.mirror.execute.construction import constructing
@@ -217,6 +218,10 @@ class ParameterMirror(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
         self._run.close()
+
+    def link_use(self) -> LinkUse:
+        """Return the copies of a training step, with which `ActivationOffload` shares the link."""
+        return LinkUse() if self.mirror is None else self.mirror.link_use()
 
     def _open(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the mirror of this run, unless there is one; a step that is open ends."""

@@ -12,10 +12,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from math import inf
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core.device.gpu import Gpu, gpu_of
+from lightning_dlres.core.device.link_use import LinkUse
 from lightning_dlres.core.host.freed_memory import returning_freed_memory
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.memory.config import OffloaderConfig
@@ -37,6 +39,7 @@ from lightning_dlres.memory.profile.meter import (
     ResidentTensors,
 )
 from lightning_dlres.memory.profile.profiling_policy import ProfilingPolicy
+from lightning_dlres.memory.profile.shared_links import shared_links
 from lightning_dlres.memory.profile.step_profile import StepProfile, TierLink
 from lightning_dlres.memory.shape_steps import Phase, ProfiledPlan, ShapeSteps
 from lightning_dlres.memory.tier_set import TierSet
@@ -64,6 +67,8 @@ class Offloader:
         warn: Receives warnings about what the user should change.
         may_profile: Whether torch's profiler is free: it measures memory on the CPU.
         gpu: Streams and counters of the device; None: those of torch, if the device is a GPU.
+        link_use: Returns the copies of other engines in a step, with which the plans share the
+            link.
         given_plan: Plan that the user gives; the offloader follows it in steps that match it.
 
     Attributes:
@@ -84,12 +89,13 @@ class Offloader:
         warn: Callable[[str], None] = lambda text: None,
         may_profile: bool = True,
         gpu: Gpu | None = None,
+        link_use: Callable[[], LinkUse] = LinkUse,
         given_plan: MemoryPlan | None = None,
     ) -> None:
         self._root, self._config, self._device = root, config, device
         self._optimizer_bytes, self._is_compiled, self._log = optimizer_bytes, is_compiled, log
         self._may_profile, self._warn, self._given_plan = may_profile, warn, given_plan
-        self._gpu = gpu or gpu_of(device)
+        self._gpu, self._link_use = gpu or gpu_of(device), link_use
         self._engine = OffloadEngine(config.min_bytes, device)
         self._tiers = TierSet(config, device, self._gpu)
         self._plan_maker = PlanMaker(config, warn)
@@ -259,7 +265,8 @@ class Offloader:
             return
         profile = steps.add(policy.profile(self._links, self._copy_rate), not is_timed)
         if profile is not None:
-            self._make_plan(steps, profile)
+            links = shared_links(profile.links, self._link_use(), sum(profile.seconds))
+            self._make_plan(steps, msgspec.structs.replace(profile, links=links))
         if steps.has_measured_enough and not steps.has_stopped_measuring:
             self._stop_measuring(steps)
 

@@ -17,6 +17,7 @@ from lightning_dlres.core._compat import data_reads, parameter_reads, storage_ow
 from lightning_dlres.core.device.clock import clock_of
 from lightning_dlres.core.device.copiers import StreamCopier
 from lightning_dlres.core.device.gpu import Gpu, gpu_of
+from lightning_dlres.core.device.link_use import LinkUse
 from lightning_dlres.core.saved_tensors import claiming
 from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.mirror.config import AUTO, MirrorConfig
@@ -214,6 +215,15 @@ class Mirror:
             history.close()
         self.window.close()
         self._updates.close()
+
+    def link_use(self) -> LinkUse:
+        """Return the copies of a training step: its planned fetches, and all gradients.
+
+        Before the first plan, the fetches are those of the latest step.
+        """
+        plan = self.plan
+        fetched = sum(n for n, _ in self.window.fetches) if plan is None else plan.fetched_bytes
+        return LinkUse(to_device=fetched, from_device=self.table.bytes_of("gradient"))
 
     def summary(self) -> str:
         """Return one line with the plan and the measurements."""

@@ -21,7 +21,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_dlres.callbacks import ActivationOffload, ParameterMirror, ResourceReport
+from lightning_dlres.core.device.link_use import LinkUse
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.memory.profile.shared_links import shared_links
 from tests.support.mirror_models import (
     NETWORKS,
     OPTIMIZERS,
@@ -322,6 +324,28 @@ def test_activations_leave_the_device_in_the_same_trainer(is_first: bool) -> Non
     compare(
         lambda: Classifier("tied embedding", optimizer), callbacks if is_first else callbacks[::-1]
     )
+
+
+def test_activations_get_the_part_of_the_link_that_the_mirror_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uses: list[LinkUse] = []
+
+    def recorded(links: Any, use: LinkUse, seconds: float) -> Any:
+        uses.append(use)
+        return shared_links(links, use, seconds)
+
+    monkeypatch.setattr("lightning_dlres.memory.offloader.shared_links", recorded)
+    mirror = ParameterMirror(window="min")
+    module = Classifier()
+    train(module, [ActivationOffload(budget="min", min_size=64), mirror])
+    assert mirror.mirror is not None
+    assert mirror.mirror.plan is not None
+    trained = [p for p in module.parameters() if p.requires_grad]
+    gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
+    # Forward and backward fetch most layers once each.
+    assert mirror.mirror.plan.fetched_bytes > gradient_bytes
+    assert set(uses) == {LinkUse(mirror.mirror.plan.fetched_bytes, gradient_bytes)}
 
 
 def test_checkpoints_are_those_of_plain_training(tmp_path: Path) -> None:

@@ -318,7 +318,12 @@ def _capacity(storage: SavedStorageProfile, choice: StorageChoice, place: _Place
 
 
 def _notes(plan: MemoryPlan, profile: StepProfile) -> list[str]:
-    notes = []
+    notes = [
+        f"other copies, such as those of ParameterMirror, take {link.taken:.0%} of the link to the "
+        f"{link.tier}"
+        for link in profile.links
+        if link.taken
+    ]
     base = max(profile.base, default=0)
     movable = sum(storage.nbytes for storage in profile.storages if storage.can_leave)
     if plan.plain_peak - base <= _MIN_HELP * plan.plain_peak or not movable:

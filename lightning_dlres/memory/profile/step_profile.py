@@ -61,6 +61,7 @@ class TierLink(msgspec.Struct, frozen=True, kw_only=True):
         in_rate: Bytes per second from the tier to the device.
         overlaps: Whether the device computes during a copy.
         latency: Seconds that every copy takes in addition to its bytes.
+        taken: Share of the link that copies of other engines take, below 1.
     """
 
     tier: str
@@ -68,14 +69,15 @@ class TierLink(msgspec.Struct, frozen=True, kw_only=True):
     in_rate: float
     overlaps: bool
     latency: float = 0.0
+    taken: float = 0.0
 
     def out_seconds(self, nbytes: int) -> float:
         """Return the seconds of a copy to the tier."""
-        return self.latency + nbytes / self.out_rate
+        return self.latency + nbytes / (self.out_rate * (1 - self.taken))
 
     def in_seconds(self, nbytes: int) -> float:
         """Return the seconds of a copy to the device."""
-        return self.latency + nbytes / self.in_rate
+        return self.latency + nbytes / (self.in_rate * (1 - self.taken))
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):

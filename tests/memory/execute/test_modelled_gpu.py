@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.codecs import ZeroValue
 from lightning_dlres.core.device.copiers import StreamCopier
+from lightning_dlres.core.device.link_use import LinkUse
 from lightning_dlres.core.device.live_bytes import LiveBytes
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.host.slab import Slab, aligned
@@ -79,6 +80,26 @@ def train(
         gradients += [p.grad for p in net.parameters() if p.grad is not None]
         net.zero_grad()
     return gradients, offloader
+
+
+def test_plans_share_the_link_with_other_copies(gpu: FakeGpu) -> None:
+    taken = []
+    for use in (LinkUse(), LinkUse(to_device=1 << 40)):
+        net, x = CASES["cnn"].make(), CASES["cnn"].batch()
+        resident = [*net.parameters(), *net.buffers()]
+        offloader = Offloader(
+            net,
+            settings(MemoryAction.OFFLOAD),
+            CPU,
+            gpu=gpu,
+            link_use=lambda use=use: use,  # type: ignore[misc]
+        )
+        for _ in range(3):
+            with offloader.step("one", resident, lambda tensors=(*resident, x): list(tensors)):
+                net(x).square().mean().backward()
+        assert offloader.profile is not None
+        taken += [link.taken for link in offloader.profile.links]
+    assert taken[0] == 0 < taken[1] < 1
 
 
 WAYS = {
