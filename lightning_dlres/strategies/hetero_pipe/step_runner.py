@@ -184,7 +184,7 @@ class StepRunner:
         intercepted = self.context.pipelined.intercepted(forward)
         with (
             self.context.precision(),
-            PipelinedWeightGuard(self.context.layer_tensors),
+            PipelinedWeightGuard(self.context.layer_tensors, self.context.module),
             intercepted,
         ):
             return hook(*args)

@@ -20,7 +20,7 @@ from numbers import Number
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
@@ -50,8 +50,10 @@ class NormaliserRecorder(PipelinedWeightGuard):
             over, because reading one waits for the device.
     """
 
-    def __init__(self, layer_tensors: LayerTensors | None = None) -> None:
-        super().__init__(layer_tensors)
+    def __init__(
+        self, layer_tensors: LayerTensors | None = None, module: nn.Module | None = None
+    ) -> None:
+        super().__init__(layer_tensors, module)
         self.normalisers: list[Tensor | float] = []
         # Results without a gradient that a scalar tensor has scaled, such as mask / mask.sum(), and
         # the scalars, by id of the result. The loss may be multiplied by such a result later.

@@ -38,14 +38,18 @@ class PipelinedWeightGuard(TorchFunctionMode):
 
     Args:
         layer_tensors: The tensors that layers made; None for none.
+        module: The LightningModule, whose names of parameters errors show; None for no names.
 
     Raises:
         UnsupportedStepError: If the step makes such an operation; raised by the operation.
     """
 
-    def __init__(self, layer_tensors: LayerTensors | None = None) -> None:
+    def __init__(
+        self, layer_tensors: LayerTensors | None = None, module: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.layer_tensors = layer_tensors if layer_tensors is not None else LayerTensors()
+        self._module = module
         self._module_inputs: Sequence[Tensor] = ()
         self._module_outputs: Sequence[Tensor] = ()
 
@@ -63,8 +67,9 @@ class PipelinedWeightGuard(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "?")
         if name not in VALUE_FREE_OPERATIONS:
-            if _has_meta_tensor(args) or _has_meta_tensor(kwargs.values()):
-                raise layer_weight_error(f"in {name}")
+            weight = next(_meta_tensors((*args, *kwargs.values())), None)
+            if weight is not None:
+                raise layer_weight_error(f"in {name}", weight, self._module)
             if self.layer_tensors:
                 layer = self.layer_tensors.layer_within((*args, *kwargs.values()))
                 if layer is not None:
@@ -180,14 +185,19 @@ class LayerTensorGuard(PipelinedWeightGuard):
         return error
 
 
-def layer_weight_error(use: str) -> UnsupportedStepError:
+def layer_weight_error(use: str, weight: Tensor, module: nn.Module | None) -> UnsupportedStepError:
     """Return the error for a step that uses a layer's weight outside of the pipelined module.
 
     Args:
         use: Description of the use, such as "in mul".
+        weight: The weight, or a tensor that was computed from one.
+        module: The LightningModule, in which the weight may have a name; None for no name.
     """
+    parameters = [] if module is None else module.named_parameters()
+    name = next((name for name, parameter in parameters if parameter is weight), None)
+    subject = "a layer's weight" if name is None else f"the layer's weight {name!r}"
     return UnsupportedStepError(
-        f"A step must not use a layer's weight outside of the pipelined module ({use}): "
+        f"A step must not use {subject} outside of the pipelined module ({use}): "
         "another stage may hold the weight. Examples are a penalty over self.parameters() and a "
         "weight that other code shares. Use the optimizer's weight_decay, compute the term inside "
         "the layers, or assign the layer to a second attribute of the LightningModule: then all "
@@ -231,13 +241,13 @@ def _gradient_through_layers_error() -> UnsupportedStepError:
     )
 
 
-def _has_meta_tensor(values: Iterable[Any]) -> bool:
-    return any(
-        value.is_meta
-        if isinstance(value, Tensor)
-        else isinstance(value, (list, tuple)) and _has_meta_tensor(value)
-        for value in values
-    )
+def _meta_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_meta:
+                yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _meta_tensors(value)
 
 
 def _is_among(result: Tensor, operands: Iterable[Any]) -> bool:

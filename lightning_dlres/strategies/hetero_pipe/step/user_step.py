@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import (
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import LocalLayers
 from lightning_dlres.strategies.hetero_pipe.step.single_device_view import single_device_view
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
+
+Guard = TypeVar("Guard", bound=PipelinedWeightGuard)
 
 
 @dataclass
@@ -106,7 +108,7 @@ class LightningStep:
         """
         pipelined, step = self.context.pipelined, self.context.module.training_step
         with self.undone(), self._layer_settings_restored():
-            with self._user_code(PipelinedWeightGuard(self.context.layer_tensors)):
+            with self._user_code(self._guard(PipelinedWeightGuard)):
                 inputs = pipelined.inputs_of(step, self._batch_args())
         if isinstance(inputs, Returned):
             return SKIPPED
@@ -135,10 +137,10 @@ class LightningStep:
         is_first_run = not self.losses
         if microbatch is None:
             args = self._batch_args()
-            guard = PipelinedWeightGuard(context.layer_tensors)
+            guard = self._guard(PipelinedWeightGuard)
         else:
             args = self._microbatch_args(microbatch, sizes)
-            guard = NormaliserRecorder(context.layer_tensors)
+            guard = self._guard(NormaliserRecorder)
             self._watch_gradients(output)
             if is_first_run:
                 # From here on the metrics collect the states of this step's micro-batches only.
@@ -252,6 +254,9 @@ class LightningStep:
         if error is not None and not self.is_trial:
             raise UnsupportedStepError(error)
 
+    def _guard(self, kind: type[Guard]) -> Guard:
+        return kind(self.context.layer_tensors, self.context.module)
+
     @contextmanager
     def _user_code(self, guard: PipelinedWeightGuard) -> Iterator[None]:
         """Context manager in which `training_step` runs: with the precision plugin's context, the
@@ -282,8 +287,9 @@ class LightningStep:
             UnsupportedStepError: If a gradient does.
         """
         layer_parameters = self.context.pipelined.layers.layer_only_parameters
-        if any(leaf in layer_parameters for leaf in graph_leaves(results)):
-            raise layer_weight_error("its gradient")
+        for leaf in graph_leaves(results):
+            if leaf in layer_parameters:
+                raise layer_weight_error("its gradient", leaf, self.context.module)
 
     def _batch_args(self) -> tuple[Any, ...]:
         """Return the arguments for a run on the whole batch."""
@@ -350,7 +356,7 @@ def opened_between_layers(context: StepContext) -> Iterator[Callable[..., Any]]:
             effects.isolated(context.layer_tensors) as run,
             context.precision(),
             single_device_view("training_step"),
-            PipelinedWeightGuard(context.layer_tensors),
+            PipelinedWeightGuard(context.layer_tensors, context.module),
         ):
 
             def code(*args: Any) -> list[Any]:

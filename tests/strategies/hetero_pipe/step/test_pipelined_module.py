@@ -426,7 +426,11 @@ def test_use_of_another_stages_weight_is_exact_or_refused(
     (expected,) = pool.run(train_with_layer_weight, 1, second_name)
     outcomes = pool.run_expecting_errors(train_with_layer_weight, 2, second_name, keep=True)
     refused = {"UnsupportedStepError", "ConfigError"} & {o.error_type for o in outcomes}
-    if not refused:
+    # A second name lets all stages hold the layer.
+    assert bool(refused) != second_name
+    if refused:
+        assert any("the layer's weight 'net.0.weight'" in o.traceback for o in outcomes)
+    else:
         for outcome in outcomes:
             assert outcome.error_type is None, outcome.traceback
             assert outcome.value == pytest.approx(expected, rel=1e-5)
