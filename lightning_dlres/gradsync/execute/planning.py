@@ -79,16 +79,7 @@ def plan_synchronisation(
     Raises:
         PeerError: If a rank is late or lost.
     """
-    if options.algorithm == AUTO:
-        algorithms = None
-        candidates = auto_codecs(
-            codecs,
-            is_adam_like=options.is_adam_like,
-            has_error_feedback=options.has_error_feedback,
-        )
-    else:
-        algorithms = [options.algorithm]
-        candidates = {name: codec for name, codec in codecs.items() if name == options.algorithm}
+    candidates = _candidates(codecs, options)
     messages = ProbeMessages(mailbox)
     costs = measure_costs(
         messages,
@@ -101,19 +92,47 @@ def plan_synchronisation(
     )
     text = ""
     if mailbox.rank == 0:
-        text = decide(
+        text = _decide(
             gradients,
             costs,
             candidates,
-            algorithms=algorithms,
+            options,
+            algorithms=None if options.algorithm == AUTO else [options.algorithm],
             topologies=tuple(TOPOLOGIES) if options.topology == AUTO else (options.topology,),
-            element_bytes=options.element_bytes,
-            backward_seconds=options.backward_seconds,
-            bucket_bytes=options.bucket_bytes,
-            least_bytes=options.least_bytes,
-            is_coordinated=options.is_coordinated,
         ).to_json()
     return SyncDecision.from_json(str(messages.share(text)))
+
+
+def plan_rival(
+    decision: SyncDecision,
+    gradients: Sequence[GradientSpec],
+    codecs: Mapping[str, GradientCodec],
+    mailbox: Mailbox,
+    options: SyncPlanningOptions,
+) -> SyncDecision | None:
+    """Return rank 0's decision for the same algorithm with the other topology; called by all ranks.
+
+    None if the topology is fixed, or the other one is too slow to need a trial.
+
+    For the other arguments see `plan_synchronisation`.
+
+    Args:
+        decision: Decision to compare with.
+    """
+    topology = decision.rival_topology
+    if options.topology != AUTO or topology is None:
+        return None
+    text = ""
+    if mailbox.rank == 0:
+        text = _decide(
+            gradients,
+            decision.costs,
+            _candidates(codecs, options),
+            options,
+            algorithms=[decision.algorithm],
+            topologies=(topology,),
+        ).to_json()
+    return SyncDecision.from_json(str(ProbeMessages(mailbox).share(text)))
 
 
 def plan_again(
@@ -156,6 +175,42 @@ def plan_again(
         text = msgspec.json.encode(current).decode()
     shared = ProbeMessages(mailbox).share(text)
     return decision, msgspec.json.decode(str(shared), type=StepPrediction)
+
+
+def _candidates(
+    codecs: Mapping[str, GradientCodec], options: SyncPlanningOptions
+) -> dict[str, GradientCodec]:
+    """Return the codecs among which to choose, by name."""
+    if options.algorithm != AUTO:
+        return {name: codec for name, codec in codecs.items() if name == options.algorithm}
+    return auto_codecs(
+        codecs,
+        is_adam_like=options.is_adam_like,
+        has_error_feedback=options.has_error_feedback,
+    )
+
+
+def _decide(
+    gradients: Sequence[GradientSpec],
+    costs: SyncCosts,
+    candidates: Mapping[str, GradientCodec],
+    options: SyncPlanningOptions,
+    *,
+    algorithms: Sequence[str] | None,
+    topologies: Sequence[str],
+) -> SyncDecision:
+    return decide(
+        gradients,
+        costs,
+        candidates,
+        algorithms=algorithms,
+        topologies=topologies,
+        element_bytes=options.element_bytes,
+        backward_seconds=options.backward_seconds,
+        bucket_bytes=options.bucket_bytes,
+        least_bytes=options.least_bytes,
+        is_coordinated=options.is_coordinated,
+    )
 
 
 def codecs_for_auto() -> dict[str, GradientCodec]:

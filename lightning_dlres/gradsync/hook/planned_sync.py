@@ -175,8 +175,7 @@ class PlannedSync:
             planner.hosts = hosts if shares_hosts(hosts) else ()
         device, element_bytes = self._device, self._element_bytes
         if not planner.make_without_measuring(self._gradients, saved, device, element_bytes):
-            with self._probing() as probe:
-                planner.make(self._gradients, probe, device, element_bytes)
+            planner.make(self._gradients, self._probing, device, element_bytes)
         if planner.plan is not None:
             session = self._new_session(self._session_group, self._tracer)
             with session.ended_by_failures():
@@ -264,10 +263,9 @@ class PlannedSync:
     def _plan_again(self, step: int) -> None:
         """Measure again, and change the plan if that pays; called by all ranks together."""
         planner, before, rank = self._planner, self._planner.plan, dist.get_rank()
-        with self._probing() as probe:
-            change = planner.make_again(
-                step, self._gradients, probe, self._device, self._element_bytes
-            )
+        change = planner.make_again(
+            step, self._gradients, self._probing, self._device, self._element_bytes
+        )
         if change is None:
             return
         session, self.session = self.session, None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ import torch.distributed as dist
 
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.gradsync.execute.all_reduce_trial import measure_trial
+from lightning_dlres.gradsync.execute.plan_trials import measure_plan, measure_trial
 from lightning_dlres.gradsync.execute.planning import (
     AUTO,
     SyncPlanningOptions,
     codecs_for_auto,
     plan_again,
+    plan_rival,
     plan_synchronisation,
 )
 from lightning_dlres.gradsync.execute.saved_states import saved_plan
@@ -30,6 +32,9 @@ from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan, choices_by_size, m
 from lightning_dlres.gradsync.plan.plan_change import PlanChange, change_of_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
 from lightning_dlres.kernels.gradients.layout import BLOCK
+
+# Returns a context manager with a session for one measurement.
+Probing = Callable[[], AbstractContextManager[SyncSession]]
 
 
 class HookPlanner:
@@ -150,7 +155,7 @@ class HookPlanner:
     def make(
         self,
         gradients: Sequence[GradientSpec],
-        session: SyncSession,
+        probing: Probing,
         device: torch.device,
         element_bytes: int,
     ) -> None:
@@ -158,7 +163,8 @@ class HookPlanner:
 
         Args:
             gradients: The gradients, in the order of the model.
-            session: Session that follows no plan yet, for the measurement alone.
+            probing: Returns a context manager with a session that follows no plan yet, for a
+                measurement alone.
             device: Device of the gradients.
             element_bytes: Bytes of an element of a gradient.
 
@@ -166,14 +172,16 @@ class HookPlanner:
             PeerError: If a rank is lost or late.
         """
         options = self._options(device, element_bytes)
-        decision = plan_synchronisation(gradients, self.codecs, session.mailbox, options)
-        self._follow(self._confirmed_by_trial(decision, session, options))
+        with probing() as session:
+            decision = plan_synchronisation(gradients, self.codecs, session.mailbox, options)
+            rival = plan_rival(decision, gradients, self.codecs, session.mailbox, options)
+        self._follow(self._after_trials(decision, rival, probing, options))
 
     def make_again(
         self,
         step: int,
         gradients: Sequence[GradientSpec],
-        session: SyncSession,
+        probing: Probing,
         device: torch.device,
         element_bytes: int,
     ) -> PlanChange | None:
@@ -192,17 +200,22 @@ class HookPlanner:
         """
         plan = None if self.plan is None else plan_of_leaders(self.plan)
         options = self._options(device, element_bytes)
-        decision, current_prediction = plan_again(
-            gradients,
-            self.codecs,
-            session.mailbox,
-            options,
-            plan=plan,
-            earlier=self._costs,
-        )
-        self._costs = decision.costs
-        if decision.plan != plan:
-            decision = self._confirmed_by_trial(decision, session, options)
+        with probing() as session:
+            decision, current_prediction = plan_again(
+                gradients,
+                self.codecs,
+                session.mailbox,
+                options,
+                plan=plan,
+                earlier=self._costs,
+            )
+            self._costs = decision.costs
+            is_new = decision.plan != plan
+            rival = None
+            if is_new:
+                rival = plan_rival(decision, gradients, self.codecs, session.mailbox, options)
+        if is_new:
+            decision = self._after_trials(decision, rival, probing, options)
         change = change_of_plan(
             step, self.algorithm, plan, current_prediction, decision, self.codecs
         )
@@ -210,15 +223,34 @@ class HookPlanner:
             self._follow(decision)
         return change
 
-    def _confirmed_by_trial(
-        self, decision: SyncDecision, session: SyncSession, options: SyncPlanningOptions
+    def _after_trials(
+        self,
+        decision: SyncDecision,
+        rival: SyncDecision | None,
+        probing: Probing,
+        options: SyncPlanningOptions,
     ) -> SyncDecision:
-        """Return the decision, or one for torch's all-reduce if a trial shows that it is faster."""
+        """Return the decision, or one that trials show to be faster: the rival, with another
+        topology, or torch's all-reduce. Each plan is tried in a session of its own."""
+        if rival is not None:
+            seconds = {}
+            for one in (decision, rival):
+                with probing() as session:
+                    seconds[one.topology] = measure_plan(*self._tried(one, session, options))
+            decision = decision.after_topology_trial(rival, seconds)
         if decision.plan is None or not decision.needs_trial:
             return decision
-        plan = over_hosts(decision.plan, self.hosts)
-        trial = measure_trial(session, plan, self.codecs, options.device, options.element_bytes)
+        with probing() as session:
+            trial = measure_trial(*self._tried(decision, session, options))
         return decision.after_trial(trial, MARGIN)
+
+    def _tried(
+        self, decision: SyncDecision, session: SyncSession, options: SyncPlanningOptions
+    ) -> tuple[SyncSession, SyncPlan, dict[str, GradientCodec], torch.device, int]:
+        """Return the arguments of a trial of a decision's plan."""
+        assert decision.plan is not None
+        plan = over_hosts(decision.plan, self.hosts)
+        return session, plan, self.codecs, options.device, options.element_bytes
 
     def _may_continue(
         self,

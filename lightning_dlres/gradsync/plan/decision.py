@@ -19,6 +19,11 @@ ALL_REDUCE = "none"
 # A prediction may be wrong by this factor on a busy machine. Plans that are predicted to gain more
 # need no trial.
 _PREDICTION_BAND = 2.0
+# Part of the step by which a topology must be faster in a trial than one that is predicted to be
+# faster. Repeated measurements differ by about as much.
+_TOPOLOGY_GAIN = 0.02
+# Between fewer ranks, a parameter server and a ring send the same bytes over the same links.
+_LEAST_RANKS_FOR_RIVALS = 3
 
 
 class Contender(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,7 +71,8 @@ class SyncDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         plan: Plan of the choices and shares; None for torch's all-reduce.
         contenders: Best plan of each algorithm and topology.
         costs: Measured costs.
-        trial: Trial of the best predicted plan against torch's all-reduce; None without a trial.
+        topology_seconds: Median step of a trial of each topology; empty without a trial.
+        trial: Trial of the plan against torch's all-reduce; None without a trial.
     """
 
     algorithm: str
@@ -76,6 +82,7 @@ class SyncDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     plan: SyncPlan | None
     contenders: tuple[Contender, ...]
     costs: SyncCosts
+    topology_seconds: dict[str, float] = {}
     trial: StepTrial | None = None
 
     @property
@@ -86,6 +93,40 @@ class SyncDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         longest = _PREDICTION_BAND * self.prediction.step_seconds
         return self.plan is not None and any(
             contender.prediction.step_seconds < longest for contender in all_reduce
+        )
+
+    @property
+    def rival_topology(self) -> str | None:
+        """The other topology, if it could be faster than that of the plan, within the errors of a
+        prediction; else None."""
+        if self.plan is None or self.plan.world_size < _LEAST_RANKS_FOR_RIVALS:
+            return None
+        longest = _PREDICTION_BAND * self.prediction.step_seconds
+        rivals = [
+            contender.topology
+            for contender in self.contenders
+            if contender.algorithm == self.algorithm
+            and contender.topology != self.topology
+            and contender.prediction.step_seconds < longest
+        ]
+        return rivals[0] if rivals else None
+
+    def after_topology_trial(self, rival: SyncDecision, seconds: dict[str, float]) -> SyncDecision:
+        """Return this decision with the topology that was faster in a trial.
+
+        Args:
+            rival: Decision for the same algorithm with the other topology.
+            seconds: Median step of the trial of each topology.
+        """
+        is_faster = seconds[rival.topology] < (1 - _TOPOLOGY_GAIN) * seconds[self.topology]
+        chosen = rival if is_faster else self
+        return msgspec.structs.replace(
+            self,
+            topology=chosen.topology,
+            choices=chosen.choices,
+            shares=chosen.shares,
+            plan=chosen.plan,
+            topology_seconds=seconds,
         )
 
     def after_trial(self, trial: StepTrial, margin: float) -> SyncDecision:
@@ -152,10 +193,16 @@ class SyncDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "",
         ]
         parts = [render("Gradient synchronisation: contenders", columns, rows)]
+        if self.topology_seconds:
+            times_by_topology = ", ".join(
+                f"{format_seconds(seconds)} with topology {topology!r}"
+                for topology, seconds in self.topology_seconds.items()
+            )
+            parts.append(f"In a trial of both topologies, a step took {times_by_topology}.")
         if self.trial is not None:
             own, reduce = self.trial.plan_seconds, self.trial.all_reduce_seconds
             parts.append(
-                f"In a trial, a step took {format_seconds(own)} with the best predicted plan, and "
+                f"In a trial, a step took {format_seconds(own)} with the best plan, and "
                 f"{format_seconds(reduce)} with torch's all-reduce."
             )
         if self.choices:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlres.codecs.gradient import RESIDUAL
 from lightning_dlres.gradsync.execute import planning
-from lightning_dlres.gradsync.execute.all_reduce_trial import measure_trial
+from lightning_dlres.gradsync.execute.plan_trials import measure_plan, measure_trial
 from lightning_dlres.gradsync.hook import planned_sync, planner
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
@@ -84,6 +84,12 @@ class VirtualNetwork:
             measure_trial(*args)
         return StepTrial(plan_seconds=1.0, all_reduce_seconds=2.0)
 
+    def try_topology(self, *args: Any) -> float:
+        """Take the place of `measure_plan`; the topologies are as fast as predicted."""
+        if self.also_measures:
+            measure_plan(*args)
+        return 1.0
+
     @contextmanager
     def replacing_the_real_one(self) -> Iterator[None]:
         """Context manager in which measurements and drift watches see only this network."""
@@ -99,6 +105,7 @@ class VirtualNetwork:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(planning, "measure_costs", self.measure)
             patch.setattr(planner, "measure_trial", self.try_plan)
+            patch.setattr(planner, "measure_plan", self.try_topology)
             patch.setattr(
                 planned_sync, "DriftWatch", lambda: VirtualWatch(detector(), first_pause=PAUSE)
             )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from lightning_dlres.gradsync.plan.cost_model import MARGIN, decide
@@ -97,6 +100,43 @@ def test_a_trial_decides_by_the_margin(plan_seconds: float) -> None:
         decision.prediction.step_seconds * (1.2 if after.is_off else 1.0)
     )
     assert SyncDecision.from_json(after.to_json()) == after
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_changed"), [((1.0, 0.97), True), ((1.0, 0.99), False), ((1.0, 1.5), False)]
+)
+def test_a_trial_decides_between_topologies(seconds: tuple[float, float], is_changed: bool) -> None:
+    predicted = decide(GRADIENTS, costs(SLOW), CODECS, algorithms=["int8"])
+    other = predicted.rival_topology
+    assert other is not None
+    assert other != predicted.topology
+    rival = decide(GRADIENTS, costs(SLOW), CODECS, algorithms=["int8"], topologies=[other])
+    tried = dict(zip((predicted.topology, other), seconds, strict=True))
+    after = predicted.after_topology_trial(rival, tried)
+    chosen = rival if is_changed else predicted
+    assert (after.plan, after.choices, after.topology) == (
+        chosen.plan,
+        chosen.choices,
+        chosen.topology,
+    )
+    assert after.prediction == chosen.prediction
+    assert SyncDecision.from_json(after.to_json()) == after
+
+
+def test_a_topology_that_is_predicted_to_be_much_slower_is_no_rival() -> None:
+    decision = decide(GRADIENTS, costs(SLOW), CODECS, algorithms=["int8"])
+    seconds = 2.1 * decision.prediction.step_seconds
+    slow = tuple(
+        msgspec.structs.replace(
+            contender,
+            prediction=replace(contender.prediction, step_seconds=seconds)
+            if contender.topology != decision.topology
+            else contender.prediction,
+        )
+        for contender in decision.contenders
+    )
+    assert decision.rival_topology is not None
+    assert msgspec.structs.replace(decision, contenders=slow).rival_topology is None
 
 
 def test_a_lost_trial_ends_a_plan_that_is_predicted_to_be_faster() -> None:

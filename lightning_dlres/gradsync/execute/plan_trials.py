@@ -1,4 +1,4 @@
-"""Trial of a plan beside torch's all-reduce: the times of steps with each of them."""
+"""Trials of plans: the times of steps with a plan, and of steps with torch's all-reduce."""
 
 from __future__ import annotations
 
@@ -16,8 +16,29 @@ from lightning_dlres.gradsync.plan.prediction import BUCKET_BYTES
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 from lightning_dlres.gradsync.profile.reduce_times import all_reduce
 
-# Pairs of steps that are not measured, in which connections are made; measured pairs.
-_WARM_UP_PAIRS, _PAIRS = 1, 5
+# Steps, or pairs of steps: those that are not measured, since connections are made in them, and
+# those that are.
+_WARM_UP, _MEASURED = 1, 5
+
+
+def measure_plan(
+    session: SyncSession,
+    plan: SyncPlan,
+    codecs: Mapping[str, GradientCodec],
+    device: torch.device,
+    element_bytes: int,
+) -> float:
+    """Return the median seconds of steps with a plan, on the slowest rank; called by all ranks.
+
+    For the arguments see `measure_trial`.
+
+    Raises:
+        PeerError: If a rank is lost or late.
+    """
+    session.start(plan, codecs, CodecStates())
+    trial = _Trial(session, plan, device, element_bytes)
+    seconds = [trial.step_with_plan(step) for step in range(_WARM_UP + _MEASURED)]
+    return statistics.median(seconds[_WARM_UP:])
 
 
 def measure_trial(
@@ -43,8 +64,11 @@ def measure_trial(
     """
     session.start(plan, codecs, CodecStates())
     trial = _Trial(session, plan, device, element_bytes)
-    pairs = [trial.pair(step) for step in range(_WARM_UP_PAIRS + _PAIRS)]
-    own, all_reduce = zip(*pairs[_WARM_UP_PAIRS:], strict=True)
+    pairs = [
+        (trial.step_with_plan(step), trial.step_with_all_reduce())
+        for step in range(_WARM_UP + _MEASURED)
+    ]
+    own, all_reduce = zip(*pairs[_WARM_UP:], strict=True)
     return StepTrial(
         plan_seconds=statistics.median(own), all_reduce_seconds=statistics.median(all_reduce)
     )
@@ -68,12 +92,14 @@ class _Trial:
         self._gradients = dict(zip(counts, pieces, strict=True))
         self._buckets = flat[:reduced].split(BUCKET_BYTES // 4)
 
-    def pair(self, step: int) -> tuple[float, float]:
-        """Return the seconds of a step with the plan, and of one with torch's all-reduce, each on
-        the slowest rank."""
-        synchroniser, time = self._session.synchroniser, self._messages.time
-        own = time(lambda: synchroniser.run(step, self._gradients), self._device)
-        return own, time(self._all_reduce, self._device)
+    def step_with_plan(self, step: int) -> float:
+        """Return the seconds of a step with the plan, on the slowest rank."""
+        synchroniser = self._session.synchroniser
+        return self._messages.time(lambda: synchroniser.run(step, self._gradients), self._device)
+
+    def step_with_all_reduce(self) -> float:
+        """Return the seconds of a step with torch's all-reduce, on the slowest rank."""
+        return self._messages.time(self._all_reduce, self._device)
 
     def _all_reduce(self) -> None:
         """Average all gradients as DistributedDataParallel does, bucket by bucket."""

@@ -1,4 +1,5 @@
-"""A plan that is predicted to be a little faster than torch's all-reduce is tried first."""
+"""A plan that is predicted to be a little faster than torch's all-reduce, or than one with the
+other topology, is tried first."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlres.gradsync.execute import all_reduce_trial, planning
+from lightning_dlres.gradsync.execute import plan_trials, planning
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
+from lightning_dlres.gradsync.hook import planner
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.plan.cost_model import decide
 from lightning_dlres.gradsync.plan.costs import LinearCost, SyncCosts
 from lightning_dlres.gradsync.plan.decision import SyncDecision
+from lightning_dlres.gradsync.plan.plan import SyncPlan
 from lightning_dlres.gradsync.plan.units import GradientSpec
 from tests.gradsync.plan.costs_for_tests import codec_costs, sync_costs
 from tests.support.rank_pool import RankContext, RankPool
@@ -53,6 +56,18 @@ def slow_down(patch: pytest.MonkeyPatch, owner: object, name: str) -> None:
     patch.setattr(owner, name, slow)
 
 
+def slow_first_topology(patch: pytest.MonkeyPatch) -> None:
+    """Let the steps of the first topology that is tried take `SLOW_SECONDS` longer."""
+    function, tried = planner.measure_plan, list[str]()
+
+    def slow(session: Any, plan: SyncPlan, *args: Any) -> float:
+        tried.append(plan.topology)
+        seconds = function(session, plan, *args)
+        return seconds + SLOW_SECONDS if plan.topology == tried[0] else seconds
+
+    patch.setattr(planner, "measure_plan", slow)
+
+
 def train(
     context: RankContext, slow: str, transport: str = "gloo"
 ) -> tuple[str, SyncDecision | None, list[Tensor]]:
@@ -60,7 +75,8 @@ def train(
 
     Args:
         context: This rank.
-        slow: "plan" or "all-reduce" is slow in the trial; "" trains without our hook.
+        slow: "plan", "all-reduce" or the predicted "topology" is slow in the trials; "" trains
+            without our hook.
         transport: Transport of the hook.
     """
     context.init_process_group()
@@ -74,7 +90,10 @@ def train(
         if slow == "plan":
             slow_down(patch, GradientSynchroniser, "run")
         elif slow == "all-reduce":
-            slow_down(patch, all_reduce_trial, "all_reduce")
+            slow_down(patch, plan_trials, "all_reduce")
+        elif slow == "topology":
+            slow_first_topology(patch)
+            slow_down(patch, plan_trials, "all_reduce")
         if slow:
             state = GradientSyncState(coordinator="none", min_bytes=0, transport=transport)
             state.name_parameters(model.named_parameters())
@@ -113,3 +132,20 @@ def test_a_plan_that_keeps_its_promise_is_used(pool: RankPool, transport: str) -
         assert not decision.is_off
         assert decision.trial.all_reduce_seconds > SLOW_SECONDS
         assert all(map(torch.equal, weights, ranks[0][2]))
+
+
+def test_the_topology_that_turns_out_faster_is_used(pool: RankPool) -> None:
+    ranks = pool.run(train, 3, "topology")
+    for algorithm, decision, weights in ranks:
+        assert algorithm == "int8"
+        assert decision == ranks[0][1]
+        predicted, other = decision.topology_seconds
+        assert decision.topology == decision.plan.topology == other
+        assert decision.topology_seconds[predicted] > SLOW_SECONDS
+        assert f"with topology {other!r}" in decision.table()
+        assert all(map(torch.equal, weights, ranks[0][2]))
+
+
+def test_two_ranks_try_no_topology(pool: RankPool) -> None:
+    for _, decision, _ in pool.run(train, 2, "all-reduce"):
+        assert decision.topology_seconds == {}
