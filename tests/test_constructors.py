@@ -78,6 +78,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "timeout": {"fraction", "digits"},
             "find_unused_parameters": {"true"},
             "static_graph": {"true"},
+            "gradient_as_bucket_view": {"true"},
             "bucket_cap_mb": {"none", "fraction"},
             "process_group_backend": {"none"},
         },

@@ -97,6 +97,9 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
         find_unused_parameters: True if a step may leave parameters without a gradient.
         static_graph: True if every step uses the same parameters in the same way.
+        gradient_as_bucket_view: True lets gradients be views of DDP's buckets, which saves memory
+            and two copies of all gradients per step. Backward then overwrites the gradients that
+            other code has kept from an earlier step.
         bucket_cap_mb: MiB of DDP's buckets. None: 8, 25 for "none", no limit for "powersgd".
         process_group_backend: Backend of torch.distributed; None chooses gloo on the CPU, and NCCL
             beside gloo on GPUs.
@@ -130,6 +133,7 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         timeout: float | str | timedelta = "5min",
         find_unused_parameters: bool = False,
         static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
         bucket_cap_mb: float | None = None,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
@@ -157,6 +161,7 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
             timeout=timedelta(seconds=self._wait_seconds),
             find_unused_parameters=flag("find_unused_parameters", find_unused_parameters),
             static_graph=flag("static_graph", static_graph),
+            gradient_as_bucket_view=flag("gradient_as_bucket_view", gradient_as_bucket_view),
             bucket_cap_mb=bucket_cap_mb,
         )
         self._sync_options: dict[str, Any] = {

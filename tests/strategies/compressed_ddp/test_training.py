@@ -175,6 +175,7 @@ CASES: dict[str, dict[str, Any]] = {
     "manual": {"model": {"manual": True}},
     "unused": {"model": {"unused": True}, "ddp": {"find_unused_parameters": True}},
     "static graph": {"ddp": {"static_graph": True}},
+    "views": {"ddp": {"gradient_as_bucket_view": True}},
     "adamw": {"model": {"optimizer": "adamw"}},
     "bf16": {"precision": "bf16-mixed"},
 }
