@@ -36,8 +36,9 @@ class Paths:
             trace = self._record(decisions)
             if not _begins_with(trace, decisions):
                 raise UnsupportedStepError(
-                    "The forward of a module that is cut must decide by the same tensors in every "
-                    "call, got other decisions. Move the code that decides into a submodule."
+                    "Code that is cut must ask for the same decisions by values in every call, got "
+                    "others. Ask in every step: without a condition on the number of the step, or "
+                    "on an attribute, around it. Or move the code that decides into a submodule."
                 )
             self._traces[decisions] = trace
             if len(self._traces) > _KEPT:

@@ -49,7 +49,9 @@ def read_samples(
     """
     rewind_random_state = rng.rewinder(context.device)
     try:
-        loader = _compat.train_loader(trainer)
+        # `train_dataloader` is called again for training, and may count its calls.
+        with context.state.read().restored():
+            loader = _compat.train_loader(trainer)
         batch_size = _resolved(config.batch, _batch_size_of(loader))
         microbatch_size = _resolved(
             config.microbatch, -(-batch_size // microbatches) if batch_size else None

@@ -103,16 +103,21 @@ def isolated_loggers(loggers: Sequence[Logger]) -> Iterator[list[LoggerCall]]:
     It records calls of methods whose name starts with `log_`, and all uses of `experiment`.
     """
     calls: list[LoggerCall] = []
-    classes = [type(logger) for logger in loggers]
+    # A run may be isolated within another one, when its path is recorded again.
+    before = [(type(logger), vars(logger).get(_RECORDER)) for logger in loggers]
     for index, logger in enumerate(loggers):
-        logger.__class__ = _recording_class(classes[index])
+        kind, recorder = before[index]
+        logger.__class__ = _recording_class(kind) if recorder is None else kind
         vars(logger)[_RECORDER] = _Recorder(calls, index, ())
     try:
         yield calls
     finally:
-        for logger, kind in zip(loggers, classes, strict=True):
+        for logger, (kind, recorder) in zip(loggers, before, strict=True):
             logger.__class__ = kind
-            del vars(logger)[_RECORDER]
+            if recorder is None:
+                del vars(logger)[_RECORDER]
+            else:
+                vars(logger)[_RECORDER] = recorder
 
 
 @cache

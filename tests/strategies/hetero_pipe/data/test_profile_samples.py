@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from lightning_dlres import ProfileConfig
@@ -60,8 +60,41 @@ LOADERS = {
 }
 
 
-def samples_of(loader: Any, **options: Any) -> ProfileSamples:
-    """Return the samples that are read when training on a loader starts."""
+class CountsLoaders(Classifier):
+    """Makes another loader in each call of `train_dataloader`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.sizes = 0, list[int]()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.calls += 1
+        self.sizes.append(4 * self.calls)
+        self.samples = Samples(False, self.sizes[-1])
+        return DataLoader(self.samples, batch_size=4)
+
+
+class CountingData(LightningDataModule):
+    """Makes another loader in each call of `train_dataloader`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    train_dataloader = CountsLoaders.train_dataloader
+    sizes: list[int] = []
+
+
+def samples_of(
+    loader: Any, module: LightningModule | None = None, **options: Any
+) -> ProfileSamples:
+    """Return the samples that are read when training on a loader starts.
+
+    Args:
+        loader: Loader, or datamodule; None for the module's own.
+        module: Module to train; None for a `Classifier`.
+        options: Options of the profile.
+    """
     results = []
 
     class Reader(Callback):
@@ -77,7 +110,7 @@ def samples_of(loader: Any, **options: Any) -> ProfileSamples:
             results.append(read_samples(trainer, context, config, MICROBATCHES))
 
     trainer = Trainer(accelerator="cpu", devices=1, max_steps=1, callbacks=[Reader()], **QUIET)
-    trainer.fit(Classifier(), loader)
+    trainer.fit(Classifier() if module is None else module, loader)
     return results[0]
 
 
@@ -111,3 +144,13 @@ def test_a_batch_of_few_samples_has_as_many_micro_batches() -> None:
     samples = samples_of(loader, samples=1)
     assert sizes_of(samples) == [1]
     assert samples.microbatches == 2
+
+
+def test_a_loader_that_is_made_for_samples_leaves_no_trace() -> None:
+    module, data = CountsLoaders(), CountingData()
+    data.sizes = []
+    samples_of(None, module)
+    assert (module.calls, module.sizes, len(module.samples)) == (1, [4], 4)
+    samples_of(data)
+    # Lists of a datamodule count as its settings.
+    assert (data.calls, data.sizes) == (1, [4])

@@ -69,6 +69,20 @@ def test_calls_on_items_of_an_experiment_keep_their_keys() -> None:
     assert logger.experiment["name"] == "first"
 
 
+def test_a_run_within_another_one_keeps_its_calls_for_itself() -> None:
+    logger = RunLogger()
+    with isolated_loggers([logger]) as outer:
+        logger.experiment["loss"].append(1)
+        with isolated_loggers([logger]) as inner:
+            logger.experiment["loss"].append(2)
+        logger.experiment["loss"].append(3)
+    assert [call.args for call in outer] == [(1,), (3,)]
+    assert [call.args for call in inner] == [(2,)]
+    assert type(logger) is RunLogger
+    assert logger.experiment == {}
+    assert set(vars(logger)) == set(vars(RunLogger()))
+
+
 def test_a_call_that_cannot_be_sent_is_named_with_its_keys() -> None:
     logger = RunLogger()
     with isolated_loggers([logger]) as calls:

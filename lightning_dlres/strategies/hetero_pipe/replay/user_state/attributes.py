@@ -96,19 +96,14 @@ class UserState:
                 copies here, too: see `IsolatedState.shared_copy`.
         """
         roots = self._roots()
-        reading = None
-        if last is not None and last.reading.is_current(roots):
-            reading = last.reading
-        return IsolatedState(
-            reading or self._read(roots),
-            layer_tensors or LayerTensors(),
-            None if reading is None else last,
-            buffers,
-        )
+        if last is not None and not last.reading.is_current(roots):
+            last = None
+        reading = self._read(roots) if last is None else last.reading
+        return IsolatedState(reading, layer_tensors or LayerTensors(), last, buffers)
 
     def observe(self) -> IsolatedState:
         """Begin a run that keeps its changes; only `diff` of the result may be called."""
-        return IsolatedState(self._read(self._roots()), LayerTensors(), keeps_changes=True)
+        return IsolatedState(self.read(), LayerTensors(), keeps_changes=True)
 
     def apply(self, changes: Tree, unsendable: Unsendable) -> None:
         """Make the changes of one run, on every rank.
@@ -119,7 +114,7 @@ class UserState:
         """
         if not changes:
             return
-        states = {state.path: state for state in self._read(self._roots()).states}
+        states = {state.path: state for state in self.read().states}
         decoder = ChangeDecoder(changes, states, unsendable)
         for path, change in changes.items():
             if path in states:
@@ -127,7 +122,11 @@ class UserState:
 
     def all_metrics(self) -> dict[str, nn.Module]:
         """Return the metrics, and the collections of metrics, that exist now."""
-        return dict(self._read(self._roots()).metrics)
+        return dict(self.read().metrics)
+
+    def read(self) -> Reading:
+        """Return the state as it is now."""
+        return self._read(self._roots())
 
     def _roots(self) -> Roots:
         return Roots(list(self._modules()), self._settings())

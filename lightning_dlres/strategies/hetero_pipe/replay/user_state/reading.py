@@ -6,7 +6,8 @@ a small step, though hardly anything can have changed: every run is undone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,18 @@ class Reading:
     states: Sequence[ObjectState]
     metrics: Sequence[tuple[str, nn.Module]]
     roots: Roots | None
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context manager that gives each object back what it held at its beginning.
+
+        No tensor is copied: one that is written to keeps its new values.
+        """
+        try:
+            yield
+        finally:
+            for state in self.states:
+                state.write(state.content)
 
     def is_current(self, roots: Roots) -> bool:
         """Return whether a new search from these objects would find the same.
