@@ -1,7 +1,8 @@
 """One call of a layer outside of training, and what it changes of its inputs.
 
 One rank makes the call, and all others go on with its result. So they must also get the inputs
-that the call has changed in place.
+that the call has changed in place. Where the output shares memory with an input, or within itself,
+it must do so on all ranks: the caller may change it in place.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import msgspec
 import torch
 
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.core.wire.tree import Tree, flatten, tensors_of
+from lightning_dlres.core.wire.tree import Tree, flatten, tensors_of, unflatten
+from lightning_dlres.pipeline.stage.output_views import views_in, with_views
 
 
 def call_with_changes(name: str, inputs: Tree, call: Callable[[], Tree]) -> list[Tree]:
-    """Call a layer; return its output and the inputs that it has changed, for `with_changes_made`.
+    """Call a layer; return its output, the inputs that it has changed, and what shares memory, for
+    `with_changes_made`.
 
     Args:
         name: Name of the layer, for errors.
@@ -41,7 +44,8 @@ def call_with_changes(name: str, inputs: Tree, call: Callable[[], Tree]) -> list
             "which other ranks would not see. Return the new values instead."
         )
     pairs = enumerate(zip(tensors, before, strict=True))
-    return [output, [[index, now] for index, (now, old) in pairs if not torch.equal(now, old)]]
+    changed = [[index, now] for index, (now, old) in pairs if not torch.equal(now, old)]
+    return [output, changed, views_in(tensors, tensors_of(output))]
 
 
 def with_changes_made(inputs: Tree, result: Tree) -> Tree:
@@ -52,8 +56,9 @@ def with_changes_made(inputs: Tree, result: Tree) -> Tree:
         result: What `call_with_changes` has returned on the rank that made the call, on the device
             of this rank.
     """
-    output, changed = result
+    output, changed, views = result
     tensors = tensors_of(inputs)
     for index, value in changed:
         tensors[index].copy_(value)
-    return output
+    structure, outputs = flatten(output)
+    return unflatten(structure, with_views(views, tensors, outputs))

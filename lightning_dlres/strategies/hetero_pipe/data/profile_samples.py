@@ -6,7 +6,7 @@ the same batches as without profiling.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSample
 from lightning_dlres.pipeline.stage.microbatch import cut_batch, microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import copy_loader
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.reading import reading_of
 from lightning_dlres.strategies.hetero_pipe.step.cutting import module_inputs
 from lightning_dlres.strategies.hetero_pipe.step.single_device_view import single_device_view
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
@@ -50,7 +51,7 @@ def read_samples(
     rewind_random_state = rng.rewinder(context.device)
     try:
         # `train_dataloader` is called again for training, and may count its calls.
-        with context.state.read().restored():
+        with context.state.read().restored(), _datamodule_restored(trainer):
             loader = _compat.train_loader(trainer)
         batch_size = _resolved(config.batch, _batch_size_of(loader))
         microbatch_size = _resolved(
@@ -82,6 +83,12 @@ def read_samples(
         return ProfileSamples(inputs, batches, num_microbatches, data)
     finally:
         rewind_random_state()
+
+
+def _datamodule_restored(trainer: Trainer) -> AbstractContextManager[None]:
+    """Return a context manager that gives the datamodule its attributes back."""
+    data = getattr(trainer, "datamodule", None)
+    return nullcontext() if data is None else reading_of("trainer.datamodule", data).restored()
 
 
 def _batch_size_of(loader: Any) -> int | None:

@@ -89,8 +89,8 @@ class LayerCalls:
             result: What `run` has returned on the rank that made the call.
         """
         effects = self._begun()
-        output, changed, record = result
-        on_device = map_tensors(lambda tensor: tensor.to(self._device), [output, changed])
+        *changes, record = result
+        on_device = map_tensors(lambda tensor: tensor.to(self._device), changes)
         output = with_changes_made(inputs, on_device)
         lost = unsendable_values(record["attributes"])
         if lost:

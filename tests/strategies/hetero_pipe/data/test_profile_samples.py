@@ -74,15 +74,17 @@ class CountsLoaders(Classifier):
         return DataLoader(self.samples, batch_size=4)
 
 
-class CountingData(LightningDataModule):
-    """Makes another loader in each call of `train_dataloader`."""
+class ConsumingData(LightningDataModule):
+    """Takes its loaders' data from a list."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.parts = {"left": [Samples(False, size) for size in (4, 8, 12)]}
         self.calls = 0
 
-    train_dataloader = CountsLoaders.train_dataloader
-    sizes: list[int] = []
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.calls += 1
+        return DataLoader(self.parts["left"].pop(0), batch_size=4)
 
 
 def samples_of(
@@ -147,10 +149,8 @@ def test_a_batch_of_few_samples_has_as_many_micro_batches() -> None:
 
 
 def test_a_loader_that_is_made_for_samples_leaves_no_trace() -> None:
-    module, data = CountsLoaders(), CountingData()
-    data.sizes = []
+    module, data = CountsLoaders(), ConsumingData()
     samples_of(None, module)
     assert (module.calls, module.sizes, len(module.samples)) == (1, [4], 4)
     samples_of(data)
-    # Lists of a datamodule count as its settings.
-    assert (data.calls, data.sizes) == (1, [4])
+    assert (data.calls, [len(part) for part in data.parts["left"]]) == (1, [8, 12])

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_dlres.pipeline.stage.module_attributes import are_identical
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import (
     ObjectState,
+    kind_of,
 )
 
 
@@ -77,3 +78,23 @@ class Reading:
             and self.roots.are_same(roots)
             and all(state.holds_same_objects() for state in self.states)
         )
+
+
+def reading_of(path: str, owner: Any) -> Reading:
+    """Return the state of any object, with those of the objects and containers in it.
+
+    Data sources in it, such as data sets, count with their settings only.
+
+    Args:
+        path: Name of the object.
+        owner: Object with attributes.
+    """
+    states = [ObjectState.read(path, owner, "object")]
+    seen = {id(owner)}
+    for state in states:
+        for child_path, child in state.children():
+            kind = kind_of(child)
+            if kind is not None and kind not in ("metric", "module") and id(child) not in seen:
+                seen.add(id(child))
+                states.append(ObjectState.read(child_path, child, kind))
+    return Reading([state for state in states if state.kind != "tuple"], [], None)
