@@ -205,7 +205,8 @@ class TrainingStep:
             yield
         except Exception as error:
             samples = sum(self.sizes)
-            if self.sizes[m] > 1 or samples == 1 or is_lack_of_memory(error):
+            is_explained = isinstance(error, UnsupportedStepError) or is_lack_of_memory(error)
+            if self.sizes[m] > 1 or samples == 1 or is_explained:
                 raise
             raise UnsupportedStepError(
                 f"A layer fails on a micro-batch of one sample ({type(error).__name__}: {error}). "
