@@ -48,6 +48,8 @@ SKIPPED: Any = object()
 _NOT_MADE_OF_TEXT = frozenset(
     ("UnicodeDecodeError", "UnicodeEncodeError", "UnicodeTranslateError", "ExceptionGroup")
 )
+# Types in an exception's arguments that another rank gets as they are.
+_SENT_TYPES = frozenset((bool, int, float, str, bytes, type(None), Tensor))
 
 
 class Runtime:
@@ -185,7 +187,7 @@ class Runtime:
                 output = map_tensors(Tensor.detach, compute())
         except Exception as error:
             # User code may catch it, and must then do so on all ranks.
-            send([None, [type(error).__name__, str(error)]])
+            send([None, [type(error).__name__, str(error), _sendable_arguments(error)]])
             raise
         send([output, None])
         return output
@@ -365,16 +367,35 @@ class Runtime:
         return join_if_alike(parts, self.replica_sizes(sizes))
 
 
-def error_of_layer(rank: str, kind: str, text: str) -> Exception:
+def error_of_layer(
+    rank: str, kind: str, text: str, arguments: Sequence[Any] | None = None
+) -> Exception:
     """Return the exception for what a layer has raised on another rank.
 
     Args:
         rank: Name of that rank.
         kind: Name of the exception's class.
         text: Its text.
+        arguments: Its arguments; None if they cannot be sent. An exception of Python's own then has
+            its text as the only argument.
     """
-    known = None if kind in _NOT_MADE_OF_TEXT else getattr(builtins, kind, None)
+    known = getattr(builtins, kind, None)
+    if arguments is None and kind in _NOT_MADE_OF_TEXT:
+        known = None
     if isinstance(known, type) and issubclass(known, Exception):
-        error: Exception = known(text)
+        error: Exception = known(*([text] if arguments is None else arguments))
         return error
     return UnsupportedStepError(f"A layer has raised on {rank}: {kind}: {text}")
+
+
+def _sendable_arguments(error: Exception) -> list[Any] | None:
+    """Return the arguments of an exception, if they are plain data; else None."""
+    return list(error.args) if all(map(_is_sent_as_it_is, error.args)) else None
+
+
+def _is_sent_as_it_is(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_sent_as_it_is, value))
+    if type(value) is dict:
+        return all(type(key) is str and _is_sent_as_it_is(item) for key, item in value.items())
+    return type(value) in _SENT_TYPES

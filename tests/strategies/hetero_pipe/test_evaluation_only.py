@@ -291,6 +291,10 @@ def test_exceptions_of_python_are_raised_on_all_ranks_and_others_named() -> None
     same = [type(error) is kind for error, kind in zip(made, kinds, strict=True)]
     assert all("small" in str(error) for error in made)
     assert same.count(False) <= 4
+    unicode = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")
+    for error in (KeyError(3), StopIteration(None), ValueError("short", (1, {"k": 2})), unicode):
+        again = error_of_layer("rank 1", type(error).__name__, str(error), error.args)
+        assert (type(again), again.args, str(again)) == (type(error), error.args, str(error))
     other = error_of_layer("rank 1", "OutOfMemoryError", "small")
     assert isinstance(other, UnsupportedStepError)
     assert "on rank 1: OutOfMemoryError: small" in str(other)
