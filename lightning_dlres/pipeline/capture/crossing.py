@@ -32,6 +32,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
         is_single: True if the batch of a step is a single sample.
         moved: For each tensor, the dimension that is first in the message, so that tensors can be
             joined and cut along the samples; empty if none is moved.
+        opening: Fingerprint of the operations before the first block; empty if they are those of
+            each run, as in a module's forward.
     """
 
     samples: int
@@ -41,6 +43,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     values: list[tuple[str, int, int]] | None
     is_single: bool
     moved: list[int]
+    opening: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -53,3 +55,8 @@ def is_decision(function: Any, name: str, arguments: Any, outputs: Any) -> bool:
 def plain(result: Any) -> Any:
     """Return a result if it is plain data that can be compared and sent, else None."""
     return result if isinstance(result, (bool, int, float, str)) else None
+
+
+def fingerprint_of(names: Iterable[str]) -> str:
+    """Return a fingerprint of operations in their order, given their names."""
+    return hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()

@@ -26,25 +26,34 @@ class Paths:
 
     def __init__(self, first: Trace, record: Callable[[Decisions], Trace]) -> None:
         self._first, self._record = first, record
-        self._traces: OrderedDict[Decisions, Trace] = OrderedDict()
+        self._traces: OrderedDict[tuple[Decisions, str], Trace] = OrderedDict()
 
-    def trace(self, decisions: Decisions) -> Trace:
-        """Return a trace that begins with these decisions."""
-        if _begins_with(self._first, decisions):
+    def trace(self, decisions: Decisions, opening: str = "") -> Trace:
+        """Return a trace that begins with these decisions.
+
+        Args:
+            decisions: The decisions.
+            opening: Fingerprint of the operations before the first block, if they may differ.
+
+        Raises:
+            UnsupportedStepError: If the code does something else now.
+        """
+        if _begins_with(self._first, decisions, opening):
             return self._first
-        if decisions not in self._traces:
+        key = decisions, opening
+        if key not in self._traces:
             trace = self._record(decisions)
-            if not _begins_with(trace, decisions):
+            if not _begins_with(trace, decisions, opening):
                 raise UnsupportedStepError(
                     "Code that is cut must ask for the same decisions by values in every call, got "
                     "others. Ask in every step: without a condition on the number of the step, or "
                     "on an attribute, around it. Or move the code that decides into a submodule."
                 )
-            self._traces[decisions] = trace
+            self._traces[key] = trace
             if len(self._traces) > _KEPT:
                 self._traces.popitem(last=False)
-        self._traces.move_to_end(decisions)
-        return self._traces[decisions]
+        self._traces.move_to_end(key)
+        return self._traces[key]
 
     def boundary(self, trace: Trace, layer: int) -> Boundary:
         """Return what crosses to a layer.
@@ -58,5 +67,6 @@ class Paths:
         return boundary
 
 
-def _begins_with(trace: Trace, decisions: Decisions) -> bool:
-    return trace.decisions[: len(decisions)] == decisions
+def _begins_with(trace: Trace, decisions: Decisions, opening: str) -> bool:
+    is_same = trace.decisions[: len(decisions)] == decisions
+    return is_same and opening in ("", trace.opening)

@@ -151,7 +151,7 @@ class SegmentRun(SegmentState, GlueMode):
                 self._take_path(tuple(self._decisions))
 
     def _run(self, args: Any, kwargs: Any) -> Tree:
-        self._glue, self._decisions = 0, list[Any]()
+        self._glue, self._decisions, self._opening_names = 0, list[Any](), list[str]()
         self._num_calls = [0] * len(self._blocks)
         # By id: tensors that a function of the user's takes for its result, and received ones.
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
@@ -260,6 +260,8 @@ class SegmentRun(SegmentState, GlueMode):
             self._refuse_placeholders(name, (args, kwargs))
             return function(*args, **kwargs)
         index, self._glue = self._glue, self._glue + 1
+        if self._step and self._has_inputs:
+            self._opening_names.append(name)
         if not self._runs_here(index, name):
             return self._before_layers(index, name, function, args, kwargs)
         if self._own:

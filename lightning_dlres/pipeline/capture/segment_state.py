@@ -14,6 +14,7 @@ from lightning_dlres.core._compat import storage_key
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, flatten, unflatten
 from lightning_dlres.pipeline.capture.crossing import SAMPLES, Header, role_of
+from lightning_dlres.pipeline.capture.operations import fingerprint_of
 from lightning_dlres.pipeline.capture.paths import Decisions, Paths
 from lightning_dlres.pipeline.capture.placeholders.skeleton import (
     Meta,
@@ -66,6 +67,9 @@ class SegmentState:
         self._is_other_path = False
         self._produced: dict[Value, Tensor] = {}
         self._decisions: list[Any] = []
+        # Names of the operations of a step before its first layer, and their fingerprint.
+        self._opening_names: list[str] = []
+        self._opening = ""
         # Decisions of the layers before, by their number; None for those that are made here.
         self._given: list[Any] = []
         # Skeletons of the outputs of calls, by the number of the call, and of `INPUTS`.
@@ -75,7 +79,7 @@ class SegmentState:
         self._placeholders: dict[int, Tensor] = {}
 
     def _receive(self, header: Header, tensors: Sequence[Tensor]) -> None:
-        self._given = header.decisions
+        self._given, self._opening = header.decisions, header.opening
         at = header.sample_value
         self._samples = samples = tensors[at].shape[0] if at >= 0 else header.samples
         # A step takes the path of its batch, also for micro-batches of one sample.
@@ -94,12 +98,13 @@ class SegmentState:
         self._is_single, self._paths = is_single, single if is_single else several
 
     def _take_path(self, decisions: Decisions) -> None:
-        self._trace = self._paths.trace(decisions)
+        self._trace = self._paths.trace(decisions, self._opening)
         start, stop = self._layers.start, self._layers.stop
         self._begin = None if self._has_inputs else self._paths.boundary(self._trace, start)
         self._until = None if self._is_last else self._paths.boundary(self._trace, stop)
         # Another path may want other values, which are known too late.
-        self._wants_all = self._until is not None and bool(self._trace.decisions)
+        is_prefix = self._step is not None and self._has_inputs
+        self._wants_all = self._until is not None and (is_prefix or bool(self._trace.decisions))
         self._wanted = frozenset(self._until.values if self._until is not None else ())
         if self._begin is not None:
             self._received = self._values_of_path(self._begin)
@@ -173,6 +178,9 @@ class SegmentState:
         return len(shape) == tensor.dim()
 
     def _crossing(self) -> Tree:
+        is_prefix = self._step is not None and self._has_inputs
+        if is_prefix:
+            self._opening = fingerprint_of(self._opening_names)
         self._take_path(tuple(self._decisions))
         assert self._until is not None
         missing = [value for value in self._until.values if value not in self._produced]
@@ -180,7 +188,6 @@ class SegmentState:
             raise self._other_path(f"{len(missing)} tensors that did not arrive")
         values = self._until.values
         tensors = [self._produced[value] for value in values]
-        is_prefix = self._step is not None and self._has_inputs
         is_end = self._layers.stop >= len(self._blocks)
         dims = [self._trace.sample_dim(value) for value in values]
         is_joined = is_end and None not in dims
@@ -231,6 +238,7 @@ class SegmentState:
             list(map(role_of, self._until.values)) if is_end else None,
             self._step is not None and self._is_single,
             moved,
+            self._opening,
         )
         crossing = (msgspec.msgpack.encode(header), *tensors)
         if is_end and not is_joined:

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
+from lightning_dlres.pipeline.capture.operations import fingerprint_of
 from lightning_dlres.pipeline.capture.placeholders.skeleton import Skeleton
 
 # Sources of a value: an input of the module, an output of a block, or a result of glue.
@@ -182,6 +184,11 @@ class Trace:
     def order(self) -> tuple[int, ...]:
         """Numbers of the calls of blocks, in order."""
         return tuple(event.call for event in self.events if event.call is not None)
+
+    @cached_property
+    def opening(self) -> str:
+        """Fingerprint of the operations before the first block."""
+        return fingerprint_of(e.name for e in takewhile(lambda e: e.block is None, self.events))
 
     @cached_property
     def has_repeats(self) -> bool:

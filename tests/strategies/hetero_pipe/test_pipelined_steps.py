@@ -115,6 +115,20 @@ class Prepared(Autoencoder):
         return 2 * x if x[0, 0] > 0 else x + torch.randn(FEATURES)
 
 
+class OtherOpenings(Autoencoder):
+    """Step whose code before its modules depends on the epoch and the number of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0]
+        if batch_idx == 1 and x.mean() > -1:
+            return None
+        if self.current_epoch >= 1:
+            x = x.flip(1) * self.current_epoch
+        if batch_idx % 2 == 0 and x[0, 0] > 0:
+            x = x + 0.5
+        return F.mse_loss(self.decoder(self.encoder(x)), batch[0])
+
+
 class Translator(Autoencoder):
     """Encoder and decoder with states whose first dimension is not the samples."""
 
@@ -255,6 +269,7 @@ def cases(stages: int) -> dict[str, Case]:
         Autoencoder,
         Variational,
         Prepared,
+        OtherOpenings,
         Translator,
         TwoHeads,
         TwoViews,

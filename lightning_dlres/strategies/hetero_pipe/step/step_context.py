@@ -57,6 +57,8 @@ class StepContext:
     def __post_init__(self) -> None:
         # Restores the random state from the start of the current step.
         self.rewind_random_state: Callable[[], None] = rng.rewinder(self.device)
+        # Arguments of the current step; empty before the first.
+        self.step_arguments: tuple[Any, ...] = ()
         self.pipeline(self.pipelined)
 
     def pipeline(self, pipelined: Pipelined) -> None:
@@ -91,6 +93,10 @@ class StepContext:
         batch, and 0 as its index if the step takes one."""
         takes_index = is_param_in_hook_signature(self.module.training_step, "batch_idx", min_args=2)
         return (batch, 0) if takes_index else (batch,)
+
+    def begin_step(self, args: tuple[Any, ...]) -> None:
+        """Note the arguments and the random state of a training step; called by all ranks."""
+        self.step_arguments, self.rewind_random_state = args, rng.rewinder(self.device)
 
     def register_metrics(self) -> None:
         """Register all metrics in the user's state, also those that are no submodules.

@@ -89,6 +89,7 @@ class LightningStep:
         context = self.context
         self._rewind_random_state = rng.rewinder(context.device)
         context.rewind_random_state = self._rewind_random_state
+        context.step_arguments = self.args
         # New metrics must be known before the effects take a snapshot of all.
         context.register_metrics()
         layers = context.pipelined.layers
@@ -359,8 +360,10 @@ def opened_between_layers(context: StepContext) -> Iterator[Callable[..., Any]]:
             PipelinedWeightGuard(context.layer_tensors, context.module),
         ):
 
-            def code(*args: Any) -> list[Any]:
-                result = context.module.training_step(*args)
+            def code(batch: Any, *others: Any) -> list[Any]:
+                # The code may decide by the number of the batch.
+                now = context.step_arguments[1:]
+                result = context.module.training_step(batch, *(now or others))
                 logged = [log.value for log in run.logs if isinstance(log.value, Tensor)]
                 return [result, logged, [*tensors_in([vars(call) for call in run.logger_calls])]]
 
