@@ -35,8 +35,7 @@ def measure_plan(
     Raises:
         PeerError: If a rank is lost or late.
     """
-    session.start(plan, codecs, CodecStates())
-    trial = _Trial(session, plan, device, element_bytes)
+    trial = _Trial(session, plan, codecs, device, element_bytes)
     seconds = [trial.step_with_plan(step) for step in range(_WARM_UP + _MEASURED)]
     return statistics.median(seconds[_WARM_UP:])
 
@@ -62,8 +61,7 @@ def measure_trial(
     Raises:
         PeerError: If a rank is lost or late.
     """
-    session.start(plan, codecs, CodecStates())
-    trial = _Trial(session, plan, device, element_bytes)
+    trial = _Trial(session, plan, codecs, device, element_bytes)
     pairs = [
         (trial.step_with_plan(step), trial.step_with_all_reduce())
         for step in range(_WARM_UP + _MEASURED)
@@ -78,8 +76,14 @@ class _Trial:
     """Steps with random gradients."""
 
     def __init__(
-        self, session: SyncSession, plan: SyncPlan, device: torch.device, element_bytes: int
+        self,
+        session: SyncSession,
+        plan: SyncPlan,
+        codecs: Mapping[str, GradientCodec],
+        device: torch.device,
+        element_bytes: int,
     ) -> None:
+        session.start(plan, codecs, CodecStates())
         self._session, self._messages = session, ProbeMessages(session.mailbox)
         self._device = device
         generator = torch.Generator(device).manual_seed(session.mailbox.rank)

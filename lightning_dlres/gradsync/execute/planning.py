@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -79,11 +79,10 @@ def plan_synchronisation(
     Raises:
         PeerError: If a rank is late or lost.
     """
-    candidates = _candidates(codecs, options)
     messages = ProbeMessages(mailbox)
     costs = measure_costs(
         messages,
-        candidates,
+        _candidates(codecs, options),
         options.device,
         elements=sum(gradient.count for gradient in gradients),
         element_bytes=options.element_bytes,
@@ -92,14 +91,7 @@ def plan_synchronisation(
     )
     text = ""
     if mailbox.rank == 0:
-        text = _decide(
-            gradients,
-            costs,
-            candidates,
-            options,
-            algorithms=None if options.algorithm == AUTO else [options.algorithm],
-            topologies=tuple(TOPOLOGIES) if options.topology == AUTO else (options.topology,),
-        ).to_json()
+        text = _decide(gradients, costs, codecs, options).to_json()
     return SyncDecision.from_json(str(messages.share(text)))
 
 
@@ -124,14 +116,8 @@ def plan_rival(
         return None
     text = ""
     if mailbox.rank == 0:
-        text = _decide(
-            gradients,
-            decision.costs,
-            _candidates(codecs, options),
-            options,
-            algorithms=[decision.algorithm],
-            topologies=(topology,),
-        ).to_json()
+        fixed = replace(options, algorithm=decision.algorithm, topology=topology)
+        text = _decide(gradients, decision.costs, codecs, fixed).to_json()
     return SyncDecision.from_json(str(ProbeMessages(mailbox).share(text)))
 
 
@@ -193,18 +179,16 @@ def _candidates(
 def _decide(
     gradients: Sequence[GradientSpec],
     costs: SyncCosts,
-    candidates: Mapping[str, GradientCodec],
+    codecs: Mapping[str, GradientCodec],
     options: SyncPlanningOptions,
-    *,
-    algorithms: Sequence[str] | None,
-    topologies: Sequence[str],
 ) -> SyncDecision:
+    """Return the decision for measured costs; for the arguments see `plan_synchronisation`."""
     return decide(
         gradients,
         costs,
-        candidates,
-        algorithms=algorithms,
-        topologies=topologies,
+        _candidates(codecs, options),
+        algorithms=None if options.algorithm == AUTO else [options.algorithm],
+        topologies=tuple(TOPOLOGIES) if options.topology == AUTO else (options.topology,),
         element_bytes=options.element_bytes,
         backward_seconds=options.backward_seconds,
         bucket_bytes=options.bucket_bytes,

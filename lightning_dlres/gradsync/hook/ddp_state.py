@@ -70,7 +70,8 @@ class GradientSyncState:
             "powersgd" for torch's PowerSGD hook, or "none" for torch's all-reduce.
         codec_options: Keyword arguments of the codec, or of `PowerSGD`.
         topology: "ps" (each rank is the parameter server of a part of the gradients), "ring", or
-            "auto" for the one with the shorter predicted step.
+            "auto" for the one with the shorter predicted step, or, where predictions of at least
+            three ranks are close, the one with the shorter step in a trial.
         coordinator: "always" asks a coordinator on rank 0 when to send each payload; "replay"
             learns its plan in a step and repeats it; "none" sends payloads within milliseconds
             after they are ready. "auto" tries "replay" and "none" at the start, and takes "replay"

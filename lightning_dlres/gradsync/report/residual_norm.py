@@ -50,8 +50,12 @@ def residual_norm(
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
-    return norm
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    # Squares of half precision may overflow. A wider dtype must not be narrowed.
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
+    return norm.float()
 
 
 def _total(norms: Iterable[Tensor]) -> float:

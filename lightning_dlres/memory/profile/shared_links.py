@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from lightning_dlres.core.device.link_use import LinkUse
 from lightning_dlres.memory.profile.step_profile import TierLink
 
@@ -28,14 +30,9 @@ def shared_links(
     if use == LinkUse() or step_seconds <= 0:
         return tuple(links)
     return tuple(
-        TierLink(
-            tier=link.tier,
-            out_rate=link.out_rate,
-            in_rate=link.in_rate,
-            overlaps=link.overlaps,
-            latency=link.latency,
-            taken=_share_taken(link, use, step_seconds) if link.overlaps else 0.0,
-        )
+        msgspec.structs.replace(link, taken=_share_taken(link, use, step_seconds))
+        if link.overlaps
+        else link
         for link in links
     )
 

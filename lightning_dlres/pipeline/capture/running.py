@@ -179,7 +179,7 @@ class SegmentRun(SegmentState, GlueMode):
             return self._crossing()
         if self._is_other_path:
             raise self._other_path("other tensors from the last layer")
-        if self._step and self._has_inputs:
+        if self._is_prefix:
             return Returned(output)
         if self._step:
             if not (self._is_last and self._is_live):
@@ -260,7 +260,7 @@ class SegmentRun(SegmentState, GlueMode):
             self._refuse_placeholders(name, (args, kwargs))
             return function(*args, **kwargs)
         index, self._glue = self._glue, self._glue + 1
-        if self._step and self._has_inputs:
+        if self._is_prefix:
             self._opening_names.append(name)
         if not self._runs_here(index, name):
             return self._before_layers(index, name, function, args, kwargs)

@@ -103,8 +103,9 @@ class SegmentState:
         self._begin = None if self._has_inputs else self._paths.boundary(self._trace, start)
         self._until = None if self._is_last else self._paths.boundary(self._trace, stop)
         # Another path may want other values, which are known too late.
-        is_prefix = self._step is not None and self._has_inputs
-        self._wants_all = self._until is not None and (is_prefix or bool(self._trace.decisions))
+        self._wants_all = self._until is not None and (
+            self._is_prefix or bool(self._trace.decisions)
+        )
         self._wanted = frozenset(self._until.values if self._until is not None else ())
         if self._begin is not None:
             self._received = self._values_of_path(self._begin)
@@ -113,10 +114,14 @@ class SegmentState:
         self._stop_at = self._last_place() if self._is_repeating else None
 
     @property
+    def _is_prefix(self) -> bool:
+        """True for a step's code before its first layer, on the whole batch."""
+        return self._step is not None and self._has_inputs
+
+    @property
     def _is_repeating(self) -> bool:
         """True if calls of later layers come before the last one of these."""
-        is_prefix = self._step is not None and self._has_inputs
-        return self._trace.has_repeats and not self._is_last and not is_prefix
+        return self._trace.has_repeats and not self._is_last and not self._is_prefix
 
     def _last_place(self) -> tuple[str, int] | None:
         """Return the last call or operation of these layers that counts; None if there is none."""
@@ -178,8 +183,7 @@ class SegmentState:
         return len(shape) == tensor.dim()
 
     def _crossing(self) -> Tree:
-        is_prefix = self._step is not None and self._has_inputs
-        if is_prefix:
+        if self._is_prefix:
             self._opening = fingerprint_of(self._opening_names)
         self._take_path(tuple(self._decisions))
         assert self._until is not None
@@ -191,11 +195,11 @@ class SegmentState:
         is_end = self._layers.stop >= len(self._blocks)
         dims = [self._trace.sample_dim(value) for value in values]
         is_joined = is_end and None not in dims
-        moved = [dim or 0 for dim in dims] if is_prefix or is_joined else []
+        moved = [dim or 0 for dim in dims] if self._is_prefix or is_joined else []
         if moved:
             pairs = zip(tensors, moved, strict=True)
             tensors = [t.movedim(dim, 0) if dim else t for t, dim in pairs]
-        if is_prefix:
+        if self._is_prefix:
             tensors = self._whole(values, tensors, Tensor.unsqueeze)
         inputs = self._sample_dims(INPUTS)
         samples = next(

@@ -23,8 +23,7 @@ def views_in(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tree]:
     views: list[Tree] = []
     # Positions of outputs that are views of nothing.
     roots: list[int] = []
-    # A tensor comes before its views, since it has at least as many elements.
-    for position in sorted(range(len(outputs)), key=lambda index: -outputs[index].numel()):
+    for position in sorted(range(len(outputs)), key=lambda index: _rank(outputs[index])):
         output = outputs[position]
         same = next((index for index, one in enumerate(inputs) if one is output), None)
         if same is not None:
@@ -90,6 +89,13 @@ def _contains(base: Tensor, view: Tensor) -> bool:
         return False
     offset = view.storage_offset() - base.storage_offset()
     return offset >= 0 and offset + _length(view) <= base.numel()
+
+
+def _rank(tensor: Tensor) -> tuple[int, bool]:
+    """Return a sort key by which a tensor without gaps comes before its views."""
+    if tensor.layout is not torch.strided:
+        return 0, False
+    return -_length(tensor), _length(tensor) != tensor.numel()
 
 
 def _length(tensor: Tensor) -> int:

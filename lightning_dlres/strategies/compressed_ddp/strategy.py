@@ -80,7 +80,8 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         codec_options: Keyword arguments of the codec. Those of "powersgd" are `rank`, `start_step`,
             `error_feedback`, `warm_start`, `least_ratio` and `seed`.
         topology: "ps" (each rank is the parameter server of a part of the gradients), "ring", or
-            "auto" for the one with the shorter predicted step.
+            "auto" for the one with the shorter predicted step, or, where predictions of at least
+            three ranks are close, the one with the shorter step in a trial.
         coordinator: "always" asks a coordinator on rank 0 when to send each payload; "replay"
             learns its plan in a step and repeats it; "none" sends payloads within milliseconds
             after they are ready. "auto" tries both at the start, and takes "replay" if it gains

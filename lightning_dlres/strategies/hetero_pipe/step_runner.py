@@ -132,6 +132,7 @@ class StepRunner:
 
     def _train(self, args: tuple[Any, ...], batch: int, scale: float) -> StepOutput:
         seed, fingerprint = derive_seed(self.seed, batch), digest(args[0])
+        # The check of the loss makes no `LightningStep` on some ranks.
         self.context.begin_step(args)
         per_microbatch = self.loss_per_microbatch and self.runtime.microbatches > 1
         checked = per_microbatch and self._check_is_due()

@@ -23,6 +23,9 @@ STATES: dict[StateKey, State] = {
 def test_residuals_are_compared_with_the_gradients_that_have_them() -> None:
     gradients = {"weight": torch.full((2, 2), 5.0), "plain": torch.ones(4), "frozen": None}
     assert residual_norm(STATES, gradients, world_size=2) == pytest.approx(5 / 10)
+    for dtype in (torch.float64, torch.complex64, torch.complex128):
+        wide = {"weight": torch.full((2, 2), 5.0, dtype=dtype)}
+        assert residual_norm(STATES, wide, world_size=2) == pytest.approx(5 / 10)
     scaled = {"weight": torch.full((2, 2), 40.0, dtype=torch.float16)}
     assert residual_norm(STATES, scaled, world_size=2, loss_scale=8.0) == pytest.approx(5 / 10)
 

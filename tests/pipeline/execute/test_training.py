@@ -1,4 +1,4 @@
-"""Gradients of the loss in a training step, without a schedule."""
+"""Gradients of the loss in a training step, and errors of its layers, without a schedule."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.pipeline.execute.training import TrainingStep
 
 
@@ -30,3 +31,15 @@ def test_backward_from_loss_gives_the_gradients_of_the_scaled_loss(
     step = cast(Any, SimpleNamespace(gradients={}, own=[4]))
     TrainingStep.backward_from_loss(step, (3 * output).sum(), [[output]], [], scale)
     assert step.gradients[4][0].tolist() == [expected, expected]
+
+
+@pytest.mark.parametrize("error", [UnsupportedStepError("cut code"), ValueError("one sample")])
+def test_only_errors_of_layers_are_explained_by_a_single_sample(error: Exception) -> None:
+    step = cast(Any, SimpleNamespace(sizes=[2, 1]))
+    with (
+        pytest.raises(UnsupportedStepError) as raised,
+        TrainingStep.explaining_single_samples(step, 1),
+    ):
+        raise error
+    is_explained = "fails on a micro-batch of one sample" in str(raised.value)
+    assert is_explained == isinstance(error, ValueError)

@@ -51,6 +51,15 @@ def test_parts_of_an_output_are_parts_of_it() -> None:
     assert x.tolist() == [0, 0, 0, 0]
 
 
+def test_a_repeated_part_of_an_output_is_a_part_of_it() -> None:
+    # The repeated tensor has more elements than the one that it repeats.
+    _, (repeated, row) = on_other_rank(
+        lambda x: [(y := x + 1).expand(3, -1), y], [torch.zeros(1, 2)]
+    )
+    row += 1
+    assert repeated.tolist() == [[2, 2]] * 3
+
+
 def test_outputs_with_memory_of_their_own_stay_so() -> None:
     def parts(x: Tensor) -> list[Tensor]:
         # The two share a storage, but no element.

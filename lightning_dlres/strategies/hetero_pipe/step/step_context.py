@@ -95,7 +95,7 @@ class StepContext:
         return (batch, 0) if takes_index else (batch,)
 
     def begin_step(self, args: tuple[Any, ...]) -> None:
-        """Note the arguments and the random state of a training step; called by all ranks."""
+        """Note the arguments of a training step, and the random state from which it starts."""
         self.step_arguments, self.rewind_random_state = args, rng.rewinder(self.device)
 
     def register_metrics(self) -> None:

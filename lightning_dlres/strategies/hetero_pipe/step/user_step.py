@@ -87,9 +87,8 @@ class LightningStep:
 
     def __post_init__(self) -> None:
         context = self.context
-        self._rewind_random_state = rng.rewinder(context.device)
-        context.rewind_random_state = self._rewind_random_state
-        context.step_arguments = self.args
+        context.begin_step(self.args)
+        self._rewind_random_state = context.rewind_random_state
         # New metrics must be known before the effects take a snapshot of all.
         context.register_metrics()
         layers = context.pipelined.layers
