@@ -200,6 +200,43 @@ def set_metric_progress(metric: Metric, updates: int, last_value: Any) -> None:
     metric._computed = None
 
 
+class EpochLogs:
+    """Values of `self.log` for the current epoch of training, as they are when this is made.
+
+    Lightning accumulates them in private objects, and cannot be told that a batch does not count.
+
+    Args:
+        trainer: Trainer in `fit`.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._results = trainer.fit_loop.epoch_loop._results
+        self._values = {
+            key: {name: getattr(logged, name) for name in metric_defaults(logged)}
+            for key, logged in self._results.items()
+        }
+
+    def ignore_batch(self) -> None:
+        """Give the current batch the weight zero in means whose `batch_size` the user leaves out.
+
+        A hook after the step may log such a mean.
+        """
+        self._results.batch_size = 0
+
+    def restore(self) -> None:
+        """Give the values that are accumulated over the epoch their contents from before.
+
+        Values that were first logged since then get the contents of an empty epoch.
+        """
+        for key, logged in self._results.items():
+            if not (logged.is_tensor and logged.meta.on_epoch):
+                # A metric object accumulates by itself, and a step's value is used once.
+                continue
+            empty = {n: v.to(logged.value.device) for n, v in metric_defaults(logged).items()}
+            for name, value in self._values.get(key, empty).items():
+                setattr(logged, name, value)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return True if a module or one of its submodules was compiled by torch.compile.
 

@@ -9,13 +9,14 @@ handler of SIGTERM itself starts a collective, at a place where the other ranks 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
@@ -82,6 +83,13 @@ class ConnectedDDPStrategy(DDPStrategy):
         """True if all ranks end the run together, after a SIGTERM to one of them."""
         return self._signals is not None and self._signals.ends_run()
 
+    @property
+    def _has_failed_alone(self) -> bool:
+        """True after an exception on this rank, if other ranks may go on or have failed, too."""
+        if self.lightning_module is None or self._ends_on_all_ranks:
+            return False
+        return self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED
+
     @override
     def teardown(self) -> None:
         undo, self._undo_signals = self._undo_signals, None
@@ -111,6 +119,7 @@ class ConnectedDDPStrategy(DDPStrategy):
 
     def _naming_lost_ranks(self) -> AbstractContextManager[None]:
         """Context manager that gives errors of torch's collectives the name of the lost rank."""
+        self._announce_exception()
         return nullcontext() if self._connection is None else self._connection.naming_lost_ranks()
 
     def _call_naming_lost_ranks(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
@@ -118,8 +127,26 @@ class ConnectedDDPStrategy(DDPStrategy):
         with self._naming_lost_ranks():
             return call(*args, **kwargs)
 
+    def _announce_exception(self) -> None:
+        """Tell the other ranks of an exception on this one that Lightning is about to handle.
+
+        A callback's `on_exception` may save a checkpoint, or call other collectives, before the
+        strategy's `on_exception`. The other ranks would wait for this one until their deadline.
+        """
+        # Lightning calls `on_exception` in its `except` clause.
+        exception = sys.exc_info()[1]
+        if self._connection is None or exception is None or not self._has_failed_alone:
+            return
+        if not isinstance(exception, SIGTERMException):
+            self._connection.announce_failure(self._connection.reason_of(exception))
+            self._connection.shorten_timeout()
+
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._has_failed_alone:
+            # The other ranks do not come.
+            self._announce_exception()
+            return
         # This is the Trainer's first barrier after it has registered its signal handlers.
         is_first = args[:1] == ("run-stage",) and self.world_size > 1
         if is_first and self._module.trainer.state.fn == TrainerFn.FITTING:

@@ -101,8 +101,7 @@ class GradientSyncState:
             power of two. Residuals are kept without it, so they fit any later scale.
         has_data: Set it to False for a backward without samples on this rank, whose gradients are
             zero. The residuals of this rank then stay unchanged.
-        last_ready: Time, from `time.perf_counter`, at which the last gradient of the newest step
-            was ready on this rank.
+        last_ready: `time.perf_counter` when this rank's last gradient of the newest step was ready.
 
     Raises:
         ConfigError: If an argument has a bad value.
@@ -183,16 +182,13 @@ class GradientSyncState:
             optimizers="like Adam" if is_adam_like(checked_optimizers) else "like SGD",
         )
         self.loss_scale, self.has_data, self.last_ready = 1.0, True, 0.0
-        self._step, self._names = 0, ParameterNames()
+        self._step, self._names, self._loaded = 0, ParameterNames(), LoadedStates()
         # True until the hook has learnt the parameters in its first step.
         self._is_learning = True
-        # Set by `open`, by the first bucket, and by `close`.
-        self._is_open = self._has_begun = self._is_closed = False
-        # Set by `open` or by the first bucket, whichever comes first.
-        self._is_connected = False
+        # Set by `open`, by the first bucket, by the first of these two, and by `close`.
+        self._is_open = self._has_begun = self._is_connected = self._is_closed = False
         # True if the current backward belongs to the optimizer step of the one before.
         self._continues = False
-        self._loaded = LoadedStates()
 
     def name_parameters(
         self,
@@ -268,10 +264,7 @@ class GradientSyncState:
         if self.failure is not None:
             raise self.failure
         self._has_begun = True
-        if self._is_closed:
-            # Else torch's all-reduce would silently take over.
-            got, rule = "one that was closed", "open during training"
-            raise ConfigError(got_expected("state", got, rule, "a new state and module"))
+        self._refuse_after_close()
         try:
             if bucket.index() == 0:
                 self._begin_backward()
@@ -282,6 +275,12 @@ class GradientSyncState:
         except BaseException as error:
             self._fail(error)
             raise
+
+    def _refuse_after_close(self) -> None:
+        # Torch's all-reduce would silently take over.
+        if self._is_closed:
+            got, rule = "one that was closed", "open during training"
+            raise ConfigError(got_expected("state", got, rule, "a new state and module"))
 
     def _begin_backward(self) -> None:
         finite("loss_scale", self.loss_scale, "loss_scale=1.0", above=True)
@@ -363,28 +362,30 @@ class GradientSyncState:
         return {**saved, **own}
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the states of all ranks of an earlier run, before the first step.
+        """Continue from the states of all ranks of an earlier run, or of an earlier step of this.
 
-        With the same plan, this rank continues exactly. After a change of the plan or of the number
-        of ranks, residuals are shared out again, and a warning says so.
+        With the same plan, this rank continues exactly. Else residuals are shared out again, with a
+        warning. After the first step, all ranks call it together, to replace the present states.
 
         Args:
             states: Results of `state_dict`, by rank.
 
         Raises:
-            ConfigError: If these are no states of all ranks, or the first step has begun.
+            ConfigError: If these are no states of all ranks, or the state was closed.
+            PeerError: If a rank is lost or late.
         """
         require_states(states)
-        if self._has_begun or self._is_open:
-            got, rule = "a call after it", "loaded before the first step"
-            raise ConfigError(got_expected("states", got, rule, "a new GradientSyncState"))
+        self._refuse_after_close()
         self._step = states[0]["step"]
         states = self._loaded.load(states)
+        self._optimizer_steps.end()
         if self._power_sgd is not None and dist.get_world_size() > 1:
             self._power_sgd.load_state_dicts(states, dist.get_rank(), dist.get_world_size())
-        else:
-            # Any algorithm can send what PowerSGD left out.
-            self._sync.unsent.put(mean_errors(states))
+            return
+        if self._is_open:
+            self._sync.reload(self._names.specs, self._loaded.take(), self._step)
+        # Any algorithm can send what PowerSGD left out.
+        self._sync.unsent.put(mean_errors(states))
 
     def close(self) -> None:
         """End the threads. All ranks call it together, unless one has failed.

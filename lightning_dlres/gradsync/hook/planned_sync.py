@@ -161,12 +161,18 @@ class PlannedSync:
             except BaseException as error:
                 self.failure = error
                 raise
+        self._put_unsent_means(gradients, saved)
+
+    def _put_unsent_means(
+        self, gradients: Sequence[GradientSpec], saved: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Keep saved residuals for the next gradients if torch's all-reduce averages these."""
         if saved and self._planner.plan is None:
             # Every rank adds the mean, so the all-reduce of the gradients leaves it unchanged.
             self.unsent.put({spec.name: unsent_mean(saved, spec) for spec in gradients})
 
     def _begin(self, saved: Sequence[Mapping[str, Any]], step: int) -> None:
-        planner, rank = self._planner, dist.get_rank()
+        planner = self._planner
         self._session_group = gloo_group()
         if self._has_hierarchy:
             assert self._control_group is not None
@@ -176,17 +182,58 @@ class PlannedSync:
         device, element_bytes = self._device, self._element_bytes
         if not planner.make_without_measuring(self._gradients, saved, device, element_bytes):
             planner.make(self._gradients, self._probing, device, element_bytes)
-        if planner.plan is not None:
-            session = self._new_session(self._session_group, self._tracer)
-            with session.ended_by_failures():
-                continue_states(
-                    saved, planner.plan, planner.codecs, rank, self._device, self.states
-                )
-                if saved:
-                    self._put_unsent(unsent_raw(saved, planner.plan, rank))
-                self._start(session, planner.plan, step)
+        self._continue(saved, step)
         if self._may_replan and planner.is_automatic:
             self.watch = DriftWatch()
+
+    def reload(
+        self,
+        gradients: Sequence[GradientSpec],
+        saved: Sequence[Mapping[str, Any]],
+        step: int,
+    ) -> None:
+        """Replace all states between two steps, under the same plan; called by all ranks together.
+
+        Args:
+            gradients: As for `open`, which was called before.
+            saved: Saved states of all ranks, by rank; empty to begin without residuals.
+            step: Number of the next step.
+
+        Raises:
+            PeerError: If a rank is lost or late.
+        """
+        assert self._fusion is not None
+        session, self.session = self.session, None
+        self.states, self.unsent = CodecStates(), UnsentGradients()
+        try:
+            if session is not None:
+                assert self._control_group is not None
+                with session.ended_by_failures():
+                    # Another rank's last messages may still need the coordinator on this one.
+                    all_ranks_agree(True, self._control_group, self._timeout, self._check)
+                session.close(orderly=True)
+            self._continue(self._fusion.fused_states(saved), step)
+        except BaseException as error:
+            self.failure = error
+            raise
+        self._put_unsent_means(gradients, saved)
+
+    def _continue(self, saved: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Fill the new states, and start to follow the plan; do nothing without a plan.
+
+        Args:
+            saved: States of all ranks, of the gradients as the plan has them.
+            step: Number of the next step.
+        """
+        planner, rank = self._planner, dist.get_rank()
+        if planner.plan is None:
+            return
+        session = self._new_session(self._session_group, self._tracer)
+        with session.ended_by_failures():
+            continue_states(saved, planner.plan, planner.codecs, rank, self._device, self.states)
+            if saved:
+                self._put_unsent(unsent_raw(saved, planner.plan, rank))
+            self._start(session, planner.plan, step)
 
     @contextmanager
     def _probing(self) -> Iterator[SyncSession]:

@@ -79,6 +79,7 @@ class PowerSGD:
     ) -> None:
         has_memory = flag("error_feedback", error_feedback) | flag("warm_start", warm_start)
         least = _FIRST_START_STEP if has_memory else 0
+        self._seed = whole_number("seed", seed, "seed=0", least=0)
         self._state = PowerSGDState(
             process_group=None,
             matrix_approximation_rank=whole_number("rank", rank, "rank=1"),
@@ -86,7 +87,7 @@ class PowerSGD:
             min_compression_rate=finite("least_ratio", least_ratio, "least_ratio=2", above=True),
             use_error_feedback=error_feedback,
             warm_start=warm_start,
-            random_seed=whole_number("seed", seed, "seed=0", least=0),
+            random_seed=self._seed,
         )
         # Names and shapes of the parameters of each bucket that has a state, by index.
         self._layouts: dict[int, dict[str, torch.Size]] = {}
@@ -187,7 +188,7 @@ class PowerSGD:
     def load_state_dicts(
         self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int
     ) -> None:
-        """Continue from the states of all ranks of an earlier run, before the first step.
+        """Continue from the states of all ranks of an earlier run, or of an earlier step of this.
 
         On another number of ranks, each rank gets the mean of the errors, with a warning. Residuals
         of another algorithm are dropped, with a warning.
@@ -204,6 +205,7 @@ class PowerSGD:
                 stacklevel=3,
             )
         saved = _of_powersgd(states)
+        self._forget()
         if not saved:
             return
         self._state.iter = saved[0]["iteration"]
@@ -221,6 +223,15 @@ class PowerSGD:
                 f"{world_size}: each rank got their mean.",
                 stacklevel=3,
             )
+
+    def _forget(self) -> None:
+        """Return to the state before the first step."""
+        self._layouts, self._errors, self._qs = {}, {}, {}
+        self._scale, self._before = 1.0, None
+        state = self._state
+        for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            memory.clear()
+        state.iter, state.rng = 0, np.random.RandomState(self._seed)
 
     def _refuse(self, bucket: GradBucket, names: Sequence[str]) -> None:
         if bucket.buffer().is_sparse:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Mapping
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +13,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -24,7 +23,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dlres.core.checks import finite, flag, timeout_seconds
-from lightning_dlres.core.comm.gathered_on_disk import gather_on_disk
 from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
@@ -36,11 +34,13 @@ from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
 from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance, checked_shares
 from lightning_dlres.strategies.compressed_ddp.frozen_parameters import FrozenParameters
+from lightning_dlres.strategies.compressed_ddp.gathered_states import gathered_states
 from lightning_dlres.strategies.compressed_ddp.optimizers import (
     momentum_of,
     require_equal_backwards,
     warn_about_optimizers,
 )
+from lightning_dlres.strategies.compressed_ddp.repeated_batch import RepeatedBatch
 from lightning_dlres.strategies.compressed_ddp.report_sections import sync_sections
 from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder
 from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader, length_of
@@ -183,8 +183,11 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         self._recorder = StepRecorder(self.tracer)
         self._momentum: MomentumSync | None = None
         self._frozen: FrozenParameters | None = None
-        self._loaded_states: list[Mapping[str, Any]] = []
+        # States of a checkpoint that was loaded, until they are used; None without such a one.
+        self._loaded_states: list[Mapping[str, Any]] | None = None
         self._uneven_loaders: list[UnevenLoader] = []
+        # The current batch if this rank repeats it.
+        self._repeated: RepeatedBatch | None = None
         # Samples of the current batch, and whether any batch of this optimizer step had data.
         self._samples, self._step_has_data = 1, False
         self._training_step_start = 0.0
@@ -254,7 +257,7 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         self._state.name_parameters(module.named_parameters(), sparse_parameters(module))
         if self._loaded_states:
             self._state.load_state_dicts(self._loaded_states)
-            self._loaded_states = []
+        self._loaded_states = None
         self.model.register_comm_hook(self._state, compressed_hook)
         parameters = [p for p in module.parameters() if p.requires_grad]
         self._state.open(self.root_device, parameters[0].element_size())
@@ -264,10 +267,16 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self._momentum is not None and self._loaded_states:
+        states, self._loaded_states = self._loaded_states, None
+        if states is None:
+            return
+        if self._momentum is None:
+            # A callback returns to an earlier step, as after a search of the learning rate.
+            nothing = {"step": 0, "algorithm": self._state.algorithm}
+            self._state.load_state_dicts(states or [nothing])
+        elif states:
             # The optimizer forgets what was not sent when its state is loaded.
-            self._momentum.load_state_dicts(self._loaded_states)
-            self._loaded_states = []
+            self._momentum.load_state_dicts(states)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -301,9 +310,26 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
             self._samples = 1
             with suppress(MisconfigurationException):
                 self._samples = extract_batch_size(args[0])
+        self._end_batch()
+        if self._uneven_loaders and not self._has_data():
+            self._repeated = RepeatedBatch(self._module)
         self._training_step_start = time.perf_counter()
         with self._recorder.forward():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if not self._module.automatic_optimization:
+            self._end_batch()
+        return output
+
+    def _has_data(self) -> bool:
+        """Return False if the current batch of this rank repeats an earlier one."""
+        batch_idx = self._module.trainer.fit_loop.batch_idx
+        return any(loader.has_data(batch_idx) for loader in self._uneven_loaders)
+
+    def _end_batch(self) -> None:
+        """Take back what a repeated batch has changed."""
+        repeated, self._repeated = self._repeated, None
+        if repeated is not None:
+            repeated.take_back()
 
     @override
     def backward(
@@ -314,9 +340,13 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         self._state.loss_scale = self._loss_scale()
         if self._uneven_loaders:
             closure_loss = closure_loss * self._weight()
+        repeated = self._repeated
         try:
-            with self._recorder.backward(self._state, self._module):
-                return super().backward(closure_loss, optimizer, *args, **kwargs)
+            with (
+                nullcontext() if repeated is None else repeated.without_gradients(),
+                self._recorder.backward(self._state, self._module),
+            ):
+                loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         except Exception as error:
             failure = (self._momentum or self._state).failure
             if failure is None and self._connection is not None:
@@ -325,16 +355,19 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
                 raise
             # DistributedDataParallel shows only the type of an error in its hook.
             raise failure from error
+        if repeated is not None and self._module.automatic_optimization:
+            repeated.take_back()
+        return loss
 
     def _weight(self) -> float:
         """Return the weight of this rank's loss: its samples over the ranks' mean of samples."""
         assert self._connection is not None
-        batch_idx = self._module.trainer.fit_loop.batch_idx
-        has_data = any(loader.has_data(batch_idx) for loader in self._uneven_loaders)
+        has_data = self._has_data()
         self._step_has_data |= has_data
         self._state.has_data = self._step_has_data
         if self._balance is not None:
             # All ranks know the division of a batch. Asking would make the fast ones wait here.
+            batch_idx = self._module.trainer.fit_loop.batch_idx
             batch = batch_idx - self._uneven_loaders[0].first_batch
             return self._balance.weight(batch, self.global_rank)
         samples = float(self._samples if has_data else 0)
@@ -351,6 +384,8 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
     ) -> Any:
         before = self._loss_scale()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._module.automatic_optimization:
+            self._end_batch()
         if self._balance is not None:
             self._rebalance(self._balance)
         if self._loss_scale() < before:
@@ -382,39 +417,26 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
     ) -> None:
         # A checkpoint of weights alone has no optimizer states, and needs no residuals.
         if "optimizer_states" in checkpoint:
-            states = self._gathered_states()
+            own = (self._momentum or self._state).state_dict()
+            states = gathered_states(
+                own, self._connection, self._connect, is_alone=self._has_failed_alone
+            )
             if states is not None:
                 checkpoint[CHECKPOINT_KEY] = states
         super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _gathered_states(self) -> list[dict[str, Any]] | None:
-        """Return the states of all ranks on rank 0, or only the own one if there are no residuals;
-        None on ranks that have sent theirs to rank 0, and after a failure."""
-        own = (self._momentum or self._state).state_dict()
-        if not own.keys() & {"units", POWERSGD}:
-            return [own]
-        is_interrupted = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
-        if is_interrupted and not self._ends_on_all_ranks:
-            # The other ranks may have failed, or may not save a checkpoint.
-            warnings.warn("The checkpoint has no residuals, because the run failed.", stacklevel=2)
-            return None
-        if self._connection is not None:
-            return gather_on_disk(own, self._connection.mailbox, "its residuals")
-        # A script saves a checkpoint after the run.
-        with closing(self._connect()) as connection:
-            return gather_on_disk(own, connection.mailbox, "its residuals")
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         states = checkpoint.pop(CHECKPOINT_KEY, [])
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._loaded_states = states
+            self._loaded_states = list(states)
         return checkpoint
 
     @override
     def teardown(self) -> None:
         self._uneven_loaders.clear()
+        self._repeated = None
         connection, self._connection = self._connection, None
         try:
             if connection is not None:

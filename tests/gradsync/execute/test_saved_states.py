@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,6 +98,62 @@ def test_nothing_is_lost_when_a_run_goes_on(
     )
     has_changed = before > 1 and after > 1 and before != after
     assert all(messages == [warning] * has_changed for _, _, messages in second)
+
+
+def train_again(
+    context: RankContext, options: dict[str, Any], with_residuals: bool
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Return the means of some steps after a return to the step before them, twice."""
+    context.init_process_group()
+    model = LinearLoss()
+    state = GradientSyncState(min_bytes=0, coordinator="none", **options)
+    state.name_parameters(model.named_parameters())
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.03)
+    wrapped.register_comm_hook(state, compressed_hook)
+
+    def means_of(steps: range) -> list[dict[str, Tensor]]:
+        means = []
+        for step in steps:
+            model.zero_grad()
+            wrapped(random_gradients(context.rank, step)).backward()
+            means.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        return means
+
+    means_of(range(STEPS))
+    own = copy.deepcopy(state.state_dict())
+    if not with_residuals:
+        own = {"step": STEPS, "algorithm": state.algorithm}
+    saved: list[Any] = [None] * context.world_size
+    dist.all_gather_object(saved, own)
+    runs = []
+    if with_residuals:
+        runs.append(means_of(range(STEPS, 2 * STEPS)))
+    while len(runs) < 2:
+        state.load_state_dicts(saved)
+        runs.append(means_of(range(STEPS, 2 * STEPS)))
+    state.close()
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize("with_residuals", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": "tbq", "topology": "ps"},
+        {"algorithm": "onebit", "topology": "ring"},
+        # Its random numbers depend on the step.
+        {"algorithm": "terngrad", "topology": "ps"},
+        {"algorithm": "none"},
+    ],
+    ids=lambda options: options["algorithm"],
+)
+def test_a_run_that_returns_to_an_earlier_step_repeats_it(
+    pool: RankPool, options: dict[str, Any], with_residuals: bool
+) -> None:
+    for first, second in pool.run(train_again, 3, options, with_residuals):
+        for means, again in zip(first, second, strict=True):
+            for name in SHAPES:
+                assert torch.equal(means[name], again[name]), name
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -433,3 +434,36 @@ def test_a_closed_state_leaves_no_group(pool: RankPool) -> None:
     """Torch would destroy the group at the end of the process, which sometimes aborted it."""
     for first, *_, last in pool.run(threads_after_runs, 2):
         assert last == first
+
+
+def steps_after_a_return(context: RankContext, before: int) -> list[list[dict[str, Tensor]]]:
+    """Return the means of three steps, and of the same steps after a return to the first."""
+    context.init_process_group()
+    model = GivenGradients()
+    wrapped = DistributedDataParallel(model)
+    state = GradientSyncState(algorithm="powersgd", codec_options={"start_step": START})
+    state.name_parameters(model.named_parameters())
+    wrapped.register_comm_hook(state, compressed_hook)
+
+    def means_of(steps: range) -> list[dict[str, Tensor]]:
+        means = []
+        for step in steps:
+            model.zero_grad()
+            wrapped(gradients(context.rank, step)).backward()
+            means.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        return means
+
+    means_of(range(before))
+    saved: list[Any] = [None] * context.world_size
+    dist.all_gather_object(saved, copy.deepcopy(state.state_dict()))
+    runs = [means_of(range(before, before + 3))]
+    state.load_state_dicts(saved)
+    runs.append(means_of(range(before, before + 3)))
+    state.close()
+    return runs
+
+
+@pytest.mark.parametrize("before", [0, START + 2])
+def test_a_run_that_returns_to_an_earlier_step_repeats_it(pool: RankPool, before: int) -> None:
+    for first, second in pool.run(steps_after_a_return, 2, before):
+        assert_same(first, second)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -75,11 +77,25 @@ def fail(
     ranks: tuple[int, ...],
     place: str = "backward",
     has_onebit: bool = False,
+    checkpoints: str | None = None,
 ) -> tuple[str, list[str]]:
-    """Return the error of this rank, and the threads of the strategy that still run."""
+    """Return the error of this rank, and the threads of the strategy that still run.
+
+    Args:
+        context: This rank.
+        algorithm: Argument of the strategy.
+        ranks: Ranks that raise.
+        place: One of `PLACES`.
+        has_onebit: True trains with OneBitAdam.
+        checkpoints: Folder in which a checkpoint is saved after an exception; None saves none.
+    """
     # Earlier jobs of this process may have abandoned threads.
     before = set(threading.enumerate())
     data = DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=4)
+    options: dict[str, Any] = dict(QUIET)
+    if checkpoints is not None:
+        options["enable_checkpointing"] = True
+        options["callbacks"] = [ModelCheckpoint(checkpoints, save_on_exception=True)]
     trainer = Trainer(
         strategy=CompressedDDPStrategy(algorithm=algorithm, **FIXED),  # type: ignore[arg-type]
         accelerator="cpu",
@@ -87,7 +103,7 @@ def fail(
         plugins=[context.environment],
         max_epochs=2,
         num_sanity_val_steps=0,
-        **QUIET,
+        **options,
     )
     error = ""
     try:
@@ -112,6 +128,19 @@ def test_ranks_that_wait_anywhere_name_the_rank_that_raised(pool: RankPool, plac
     assert own == "ValueError: the user's own error"
     assert error.startswith("PeerLostError: rank 1")
     assert "the user's own error" in error
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_saves_a_checkpoint_after_an_exception_first_tells_the_others(
+    pool: RankPool, failing: int, tmp_path: Path
+) -> None:
+    ranks = pool.run(fail, 2, "int8", (failing,), checkpoints=str(tmp_path))
+    assert ranks[failing][0] == "ValueError: the user's own error"
+    error, _ = ranks[1 - failing]
+    assert error.startswith(f"PeerLostError: rank {failing}")
+    assert "the user's own error" in error
+    saved = torch.load(next(tmp_path.iterdir()), weights_only=True)
+    assert saved["global_step"] == 2
 
 
 @pytest.mark.parametrize("has_onebit", [False, True])

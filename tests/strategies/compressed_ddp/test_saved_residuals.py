@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -29,6 +30,7 @@ class TwoLayers(LightningModule):
     def __init__(self, users: set[int]) -> None:
         super().__init__()
         torch.manual_seed(1)
+        self.lr = 0.01
         self.a, self.b, self.users = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), users
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -36,7 +38,7 @@ class TwoLayers(LightningModule):
         return loss + self.b(batch).square().mean() if self.global_rank in self.users else loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 def fit(context: RankContext, algorithm: str, users: set[int], resume: Any, target: Any) -> None:
@@ -60,6 +62,47 @@ def fit(context: RankContext, algorithm: str, users: set[int], resume: Any, targ
     data = torch.randn(40, SIZE, generator=torch.Generator().manual_seed(2))
     trainer.fit(TwoLayers(users), DataLoader(data, batch_size=4), ckpt_path=resume)
     trainer.save_checkpoint(target)
+
+
+class FindsNothing(LearningRateFinder):
+    """Search of a learning rate, after which training uses the rate from before."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.01
+
+
+def weights_after_a_search(
+    context: RankContext, algorithm: str, directory: str, is_searching: bool
+) -> dict[str, Tensor]:
+    """Return the weights after some steps, with a search of the learning rate before them."""
+    trainer = Trainer(
+        strategy=CompressedDDPStrategy(
+            algorithm=algorithm, topology="ps", coordinator="none", min_bytes=0, timeout=20.0
+        ),
+        accelerator="cpu",
+        devices=context.world_size,
+        plugins=[context.environment],
+        callbacks=[FindsNothing(num_training_steps=5)] if is_searching else [],
+        default_root_dir=directory,
+        max_steps=4,
+        **QUIET,
+    )
+    module = TwoLayers({0, 1})
+    data = torch.randn(64, SIZE, generator=torch.Generator().manual_seed(2))
+    trainer.fit(module, DataLoader(data, batch_size=4))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("algorithm", ["onebit", "none"])
+def test_a_search_of_the_learning_rate_leaves_no_residuals(
+    pool: RankPool, algorithm: str, tmp_path: Path
+) -> None:
+    direct = pool.run(weights_after_a_search, 2, algorithm, str(tmp_path), False)
+    searched = pool.run(weights_after_a_search, 2, algorithm, str(tmp_path), True)
+    for one, other in zip(direct, searched, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("users", [{1}, {0}])
