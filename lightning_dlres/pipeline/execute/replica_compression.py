@@ -20,6 +20,7 @@ from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.saved_states import save_states
+from lightning_dlres.gradsync.execute.session import all_ranks_agree
 from lightning_dlres.gradsync.execute.states import CodecStates, StateCopies
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.plan import (
@@ -132,21 +133,23 @@ class ReplicaCompression:
         # Ranks of this stage by their rank in its process group. Torch sorts them.
         self._ranks = sorted(replica[self.stage] for replica in plan.replicas)
         self._group = _stage_group(plan, self.stage)
+        self._own_rank, self._timeout, self._check = self._ranks.index(rank), timeout, check
+        self._connect()
+
+    def _connect(self) -> None:
+        # The pipeline's timeline shows only the pipeline's own messages, so trace none here.
+        tracer = Tracer(enabled=False)
         self._mailbox = Mailbox(
             self._group,
-            self._ranks.index(rank),
-            [plan.rank_name(peer) for peer in self._ranks],
-            timeout=timeout,
-            check=check,
-            # The pipeline's timeline shows only the pipeline's own messages, so trace none here.
-            tracer=Tracer(enabled=False),
+            self._own_rank,
+            [self._pipeline_plan.rank_name(peer) for peer in self._ranks],
+            timeout=self._timeout,
+            check=self._check,
+            tracer=tracer,
         )
+        codecs = {self._codec.name: self._codec}
         self._synchroniser = GradientSynchroniser(
-            self.sync_plan,
-            {codec.name: codec},
-            self._mailbox,
-            Tracer(enabled=False),
-            states=self.states,
+            self.sync_plan, codecs, self._mailbox, tracer, states=self.states
         )
 
     def begin(self, *, loss_scale: float, has_data: bool) -> None:
@@ -228,16 +231,20 @@ class ReplicaCompression:
         return merge_states(states, self._pipeline_plan)
 
     def load_states(self, saved: Mapping[str, Any], device: torch.device) -> None:
-        """Continue from the states of an earlier run, before the first step.
+        """Continue from the states of an earlier run, or of an earlier step of this one.
 
         With the same plan, this rank continues exactly. Otherwise residuals are shared out again,
-        and a warning says so.
+        and a warning says so. After the first step, all ranks call it together.
 
         Args:
             saved: Result of `merge` in the earlier run.
             device: Device of this rank's gradients.
+
+        Raises:
+            PeerError: If a rank is lost or late.
         """
-        assert not self._has_begun, "states are loaded before the first step"
+        if self._has_begun:
+            self._begin_anew()
         self._step = self._window_start = saved["step"]
         replicas = [self._pipeline_plan.position(rank)[0] for rank in self._ranks]
         load_replica_states(
@@ -251,6 +258,17 @@ class ReplicaCompression:
             device=device,
             all_names=set(self._all_names.values()),
         )
+
+    def _begin_anew(self) -> None:
+        """Drop all states and connect again, since steps will have the numbers of earlier ones."""
+        all_ranks_agree(True, self._group, self._timeout, self._check)
+        self._synchroniser.close()
+        self._mailbox.close(True)
+        self.states.by_key.clear()
+        for copies in (self._before_step, self._before_window):
+            if copies is not None:
+                copies.forget()
+        self._connect()
 
     def close(self, *, orderly: bool) -> None:
         """End the threads; the states stay.

@@ -136,7 +136,7 @@ class PartitionedStrategy(ConnectedStrategy):
         return checkpoint
 
     def _load_residuals(self) -> None:
-        """Continue from the residuals of a loaded checkpoint, if any, before the first step."""
+        """Continue from the residuals of a loaded checkpoint, if there are any."""
         saved, self._saved_residuals = self._saved_residuals, None
         if saved is None:
             return
@@ -170,6 +170,8 @@ class PartitionedStrategy(ConnectedStrategy):
                 self._deployment.load_sharded_optimizer_state(optimizer, number, state, shards)
             else:
                 self._deployment.load_optimizer_state(optimizer, state)
+        # A callback returns to an earlier step, as after a search of the learning rate.
+        self._load_residuals()
 
 
 def _shards_of(checkpoint: Mapping[str, Any]) -> ShardedCheckpoint:

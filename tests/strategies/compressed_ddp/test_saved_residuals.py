@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dlres.strategies import CompressedDDPStrategy
 from lightning_dlres.strategies.compressed_ddp.strategy import CHECKPOINT_KEY
+from tests.support.lr_search import FruitlessSearch
 from tests.support.models import QUIET
 from tests.support.rank_pool import RankContext, RankPool
 
@@ -64,15 +64,6 @@ def fit(context: RankContext, algorithm: str, users: set[int], resume: Any, targ
     trainer.save_checkpoint(target)
 
 
-class FindsNothing(LearningRateFinder):
-    """Search of a learning rate, after which training uses the rate from before."""
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        for group in trainer.optimizers[0].param_groups:
-            group["lr"] = 0.01
-
-
 def weights_after_a_search(
     context: RankContext, algorithm: str, directory: str, is_searching: bool
 ) -> dict[str, Tensor]:
@@ -84,7 +75,7 @@ def weights_after_a_search(
         accelerator="cpu",
         devices=context.world_size,
         plugins=[context.environment],
-        callbacks=[FindsNothing(num_training_steps=5)] if is_searching else [],
+        callbacks=[FruitlessSearch()] if is_searching else [],
         default_root_dir=directory,
         max_steps=4,
         **QUIET,

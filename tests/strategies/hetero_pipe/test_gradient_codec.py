@@ -20,6 +20,7 @@ from lightning_dlres import ConfigError, HeteroPipeStrategy, PeerLostError, Pipe
 from lightning_dlres.pipeline.plan.plan import consecutive_replicas
 from lightning_dlres.strategies.hetero_pipe.checkpoints import CHECKPOINT_KEY
 from tests.support.killing_layer import KillingLayer
+from tests.support.lr_search import FruitlessSearch
 from tests.support.models import QUIET, Samples
 from tests.support.parity import relative
 from tests.support.rank_pool import RankContext, RankPool
@@ -51,7 +52,7 @@ class Wide(LightningModule):
             nn.Tanh(),
             nn.Linear(20, 5),
         )
-        self._optimizer, self._inexact_from = optimizer, inexact_from
+        self._optimizer, self._inexact_from, self.lr = optimizer, inexact_from, 0.1
 
     def on_train_start(self) -> None:
         if isinstance(self.net[1], KillingLayer):
@@ -118,6 +119,8 @@ def fit(
     directory: str | None = None,
     resume: str | None = None,
     late: str | None = None,
+    is_searching: bool = False,
+    is_deferred: bool = False,
     **options: Any,
 ) -> tuple[list[dict[str, Tensor]], Recorder, list[str]]:
     """Train, and return the weights after each batch, the callback and the warnings.
@@ -133,6 +136,8 @@ def fit(
         directory: Where to save a checkpoint after `SAVED_EPOCHS`.
         resume: Checkpoint to continue from.
         late: Path of a checkpoint that is saved after the run.
+        is_searching: True searches a learning rate first, and does not use it.
+        is_deferred: True builds the model on its ranks only.
         **options: Further arguments of the Trainer.
     """
     seed_everything(3, verbose=False)
@@ -145,6 +150,8 @@ def fit(
             save_on_train_epoch_end=True,
         )
         callbacks.append(saver)
+    if is_searching:
+        callbacks.append(FruitlessSearch())
     plugins: list[Any] = [] if context is None else [context.environment]
     if scale is not None:
         scaler = GradScaler("cpu", init_scale=scale)
@@ -155,7 +162,12 @@ def fit(
             replicas=consecutive_replicas(context.world_size, stages), split=SPLITS[stages]
         )
         strategy = HeteroPipeStrategy(
-            plan=plan, microbatches=3, schedule=schedule, gradient_codec=codec, timeout=30
+            plan=plan,
+            microbatches=3,
+            schedule=schedule,
+            gradient_codec=codec,
+            deferred_init=is_deferred,
+            timeout=30,
         )
     with pytest.WarningsRecorder(_ispytest=True) as record:
         trainer = Trainer(
@@ -185,6 +197,19 @@ def equal_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
                 key = entry["gradient"], entry["start"], entry["part"], name
                 tensors.setdefault(key, []).append(tensor)
     return all(len(pair) == 2 and torch.equal(*pair) for pair in tensors.values())
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_a_search_of_the_learning_rate_leaves_no_residuals(
+    pool: RankPool, is_deferred: bool, tmp_path: Path
+) -> None:
+    options = {"is_deferred": is_deferred, "default_root_dir": str(tmp_path), "epochs": 1}
+    direct = pool.run(fit, 2, "onebit", **options)
+    searched = pool.run(fit, 2, "onebit", is_searching=True, **options)
+    for (weights, _, _), (others, _, _) in zip(direct, searched, strict=True):
+        # The callback has also seen the steps of the search.
+        for one, other in zip(weights, others[-len(weights) :], strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def compare(context: RankContext, codec: str, options: dict[str, Any]) -> tuple[Any, ...]:
