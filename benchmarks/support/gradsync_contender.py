@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support.blocking_codec import BlockingCodec, blocking_hook
 from lightning_dlres.gradsync.execute import transmitters
-from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.lazy_hook import LazyHook
 
 # Width and number of the layers: 25.2 MB of gradients in float32.
 WIDTH, LAYERS = 512, 24
@@ -99,6 +99,7 @@ class Contender:
         self._layers = list(self.model.children())
         self.nbytes = sum(4 * p.numel() for p in self.model.parameters())
         self.state: GradientSyncState | None = None
+        self._hook: LazyHook | None = None
         self._batches = options.pop("batches", True)
         if algorithm != "alone":
             cap = options.pop("bucket_cap_mb", _BUCKETS_MB.get(algorithm, _OWN_BUCKETS_MB))
@@ -123,7 +124,9 @@ class Contender:
         elif algorithm != "ddp":
             self.state = GradientSyncState(algorithm=algorithm, timeout=60.0, **options)
             self.state.name_parameters(wrapped.module.named_parameters())
-            wrapped.register_comm_hook(self.state, compressed_hook)
+            # As in `CompressedDDPStrategy`.
+            self.state.open(torch.device("cpu"))
+            self._hook = LazyHook(self.state, wrapped)
 
     def steps(self, count: int, batch: Tensor, emulated: float = 0.0) -> float:
         """Train `count` steps after a barrier of all ranks; return the mean seconds of a step.
@@ -144,7 +147,9 @@ class Contender:
             start = time.perf_counter()
             for _ in range(count):
                 self._optimizer.zero_grad()
-                self.model(batch).square().mean().backward()
+                loss = self.model(batch).square().mean()
+                with nullcontext() if self._hook is None else self._hook.backward():
+                    loss.backward()
                 self._optimizer.step()
             return (time.perf_counter() - start) / count
 

@@ -26,7 +26,6 @@ from lightning_dlres.core.checks import (
     flag,
     function,
     instance,
-    one_of,
     timeout_seconds,
     whole_number,
 )
@@ -36,29 +35,24 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.planning import AUTO, check_optimizers, is_adam_like
 from lightning_dlres.gradsync.execute.saved_states import LoadedStates
 from lightning_dlres.gradsync.execute.session import (
-    TRANSPORTS,
     all_reduce_mean,
     flat_gradients,
     gradient_codecs,
 )
-from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
-from lightning_dlres.gradsync.hook.equal_options import as_text
 from lightning_dlres.gradsync.hook.loaded_states import require_states
 from lightning_dlres.gradsync.hook.optimizer_steps import OptimizerSteps
+from lightning_dlres.gradsync.hook.options import as_text, check_choices, checked_topology
 from lightning_dlres.gradsync.hook.parameter_names import ParameterNames
 from lightning_dlres.gradsync.hook.planned_sync import PlannedSync
 from lightning_dlres.gradsync.hook.planner import HookPlanner
 from lightning_dlres.gradsync.hook.powersgd import POWERSGD, mean_errors, power_sgd
-from lightning_dlres.gradsync.plan.decision import SyncDecision
-from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
-from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
-from lightning_dlres.gradsync.plan.plan_change import PlanChange
+from lightning_dlres.gradsync.hook.state_view import SyncStateView
+from lightning_dlres.gradsync.plan.plan import RAW
 
 NONE = "none"
-_COORDINATORS = (AUTO, "always", "replay", NONE)
 
 
-class GradientSyncState:
+class GradientSyncState(SyncStateView):
     """State of `compressed_hook`: the plan, the codec's states, and the threads.
 
     Use one state for one DistributedDataParallel module.
@@ -129,19 +123,14 @@ class GradientSyncState:
         other_options = None if algorithm == POWERSGD else codec_options
         codecs = gradient_codecs(algorithm, other_options, (AUTO, NONE, RAW, POWERSGD))
         self._has_plan = algorithm not in (NONE, POWERSGD)
-        topology = one_of("topology", topology, (AUTO, *TOPOLOGIES), "topology='ps'")
-        one_of("coordinator", coordinator, _COORDINATORS, "coordinator='none'")
-        if any(codec.transforms_gradient for codec in codecs.values()):
-            if topology == "ring":
-                rule = "'ps' for a codec with momentum or clipping"
-                raise ConfigError(got_expected("topology", topology, rule, "topology='ps'"))
-            topology = "ps"
-        one_of("transport", transport, (AUTO, *TRANSPORTS), "transport='gloo'")
-        one_of("hierarchy", hierarchy, (AUTO, "off"), "hierarchy='auto'")
-        if host is not None and not (isinstance(host, str) and host):
-            raise ConfigError(got_expected("host", host, "a text or None", "host=None"))
-        if replan is not False and replan != AUTO:
-            raise ConfigError(got_expected("replan", replan, "'auto' or False", "replan=False"))
+        topology = checked_topology(topology, codecs)
+        check_choices(
+            coordinator=coordinator,
+            transport=transport,
+            hierarchy=hierarchy,
+            host=host,
+            replan=replan,
+        )
         checked_optimizers = check_optimizers(optimizers)
         function("check", check)
         self._keeps_previous = flag("keeps_previous", keeps_previous)
@@ -187,6 +176,8 @@ class GradientSyncState:
         self._is_learning = True
         # Set by `open`, by the first bucket, by the first of these two, and by `close`.
         self._is_open = self._has_begun = self._is_connected = self._is_closed = False
+        # Step whose backward has begun without the hook.
+        self._begun_step = -1
         # True if the current backward belongs to the optimizer step of the one before.
         self._continues = False
 
@@ -213,47 +204,6 @@ class GradientSyncState:
         self._names.add(parameters, sparse, is_late=self._has_begun or self._is_open)
         self._is_learning = not self._names.specs
 
-    @property
-    def algorithm(self) -> str:
-        """Current algorithm; "auto" until the ranks have chosen one."""
-        return self._planner.algorithm
-
-    @property
-    def decision(self) -> SyncDecision | None:
-        """Decision that led to the current plan, with its table; None without the cost model."""
-        return self._planner.decision
-
-    @property
-    def plan_changes(self) -> Sequence[PlanChange]:
-        """Changes of the plan during the run, the oldest one first."""
-        return tuple(self._sync.changes)
-
-    @property
-    def suits_adam(self) -> bool:
-        """True if the algorithm's gradients may be given to an optimizer like Adam."""
-        return all(codec.suits_adam for codec in self._planner.codecs.values())
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Error that ended the synchronisation; None while there is none."""
-        return self._sync.failure
-
-    @property
-    def steps(self) -> int:
-        """Number of steps whose buckets were all given to the hook, earlier runs included."""
-        return self._step
-
-    @property
-    def plan(self) -> SyncPlan | None:
-        """Plan of the synchronisation; None before `open`, and while torch averages gradients."""
-        return self._planner.plan
-
-    @property
-    def synchroniser(self) -> GradientSynchroniser | None:
-        """Engine that follows the plan; None without a plan, and after `close`."""
-        session = self._sync.session
-        return None if session is None else session.synchroniser
-
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Start to replace the gradients of a bucket by their means; return its future buffer.
 
@@ -266,7 +216,8 @@ class GradientSyncState:
         self._has_begun = True
         self._refuse_after_close()
         try:
-            if bucket.index() == 0:
+            # A backward that has begun without the hook may get it.
+            if bucket.index() == 0 and self._begun_step != self._step:
                 self._begin_backward()
             future = self._reduce(bucket, bucket.buffer())
             if bucket.is_last():
@@ -275,6 +226,39 @@ class GradientSyncState:
         except BaseException as error:
             self._fail(error)
             raise
+
+    def begin_unhooked(self) -> None:
+        """Begin a backward without the hook; called by all ranks together.
+
+        The ranks may measure again, and so need the hook from this backward on.
+
+        Raises:
+            PeerError: If a rank is lost or late, now or in an earlier call.
+            ConfigError: If the state was closed.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self._refuse_after_close()
+        self._has_begun = True
+        try:
+            self._begin_backward()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._begun_step = self._step
+        self.note_ready()
+
+    def end_unhooked(self) -> None:
+        """End a backward without the hook."""
+        self._step += 1
+        if self._sync.watch is not None:
+            self._sync.watch.done()
+
+    def note_ready(self) -> None:
+        """Note that gradients of this rank are ready; the last call in a step counts."""
+        self.last_ready = time.perf_counter()
+        if self._sync.watch is not None:
+            self._sync.watch.ready()
 
     def _refuse_after_close(self) -> None:
         # Torch's all-reduce would silently take over.
@@ -292,13 +276,12 @@ class GradientSyncState:
 
     def _reduce(self, bucket: GradBucket, buffer: Tensor) -> Future[Tensor]:
         step, is_learning, drift_watch = self._step, self._is_learning, self._sync.watch
+        self.note_ready()
         if bucket.is_last():
-            self.last_ready = time.perf_counter()
             self._step += 1
             self._is_learning = False
         mean = functools.partial(all_reduce_mean, buffer)
         if drift_watch is not None:
-            drift_watch.ready()
             mean = functools.partial(mean, drift_watch.done)
         if self._power_sgd is not None and dist.get_world_size() > 1:
             self._loaded.take()

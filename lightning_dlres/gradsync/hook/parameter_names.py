@@ -80,3 +80,12 @@ class ParameterNames:
 
     def _of(self, parameter: Tensor) -> str:
         return self._names.setdefault(parameter, f"parameter {len(self._names)}")
+
+
+def sparse_parameters(module: nn.Module) -> list[Tensor]:
+    """Return the parameters of a module's embeddings with `sparse=True`.
+
+    DistributedDataParallel gives each of them a bucket of its own.
+    """
+    embeddings = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    return [embedding.weight for embedding in embeddings if embedding.sparse]

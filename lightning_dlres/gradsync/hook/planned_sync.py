@@ -30,8 +30,8 @@ from lightning_dlres.gradsync.execute.session import (
 )
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.hook.drift_watch import DriftWatch
-from lightning_dlres.gradsync.hook.equal_options import require_equal_options
 from lightning_dlres.gradsync.hook.gradient_fusion import GradientFusion, OnDone
+from lightning_dlres.gradsync.hook.options import require_equal_options
 from lightning_dlres.gradsync.hook.planner import HookPlanner
 from lightning_dlres.gradsync.hook.unsent_gradients import UnsentGradients
 from lightning_dlres.gradsync.plan.hosts import shares_hosts

@@ -1,9 +1,10 @@
-"""Checks of the Trainer's optimizers, which restrict how gradients may be synchronised."""
+"""Optimizers and gradient scaler of the Trainer: they restrict how gradients are synchronised."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning.pytorch.plugins.precision import Precision
 from torch.optim import LBFGS, Optimizer
 
 from lightning_dlres.core.errors import ConfigError, got_expected
@@ -62,3 +63,14 @@ def require_equal_backwards(optimizers: Sequence[Optimizer]) -> None:
             got, rule = searches[0], "None with several ranks, whose losses differ"
             fix = "LBFGS(..., line_search_fn=None)"
             raise ConfigError(got_expected("line_search_fn", got, rule, fix))
+
+
+def has_scaler(plugin: Precision) -> bool:
+    """Return True if a gradient scaler multiplies losses, and may skip steps."""
+    scaler = getattr(plugin, "scaler", None)
+    return scaler is not None and bool(scaler.is_enabled())
+
+
+def loss_scale(plugin: Precision) -> float:
+    """Return the factor by which a gradient scaler multiplies losses; 1 without one."""
+    return float(plugin.scaler.get_scale()) if has_scaler(plugin) else 1.0  # type: ignore[attr-defined]

@@ -25,10 +25,10 @@ from typing_extensions import override
 from lightning_dlres.core.checks import finite, flag, timeout_seconds
 from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import NONE, GradientSyncState
+from lightning_dlres.gradsync.hook.lazy_hook import LazyHook
+from lightning_dlres.gradsync.hook.parameter_names import sparse_parameters
 from lightning_dlres.gradsync.hook.powersgd import POWERSGD
-from lightning_dlres.gradsync.hook.sparse_parameters import sparse_parameters
 from lightning_dlres.gradsync.optimizers.momentum_hook import momentum_hook
 from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
@@ -36,6 +36,8 @@ from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance, chec
 from lightning_dlres.strategies.compressed_ddp.frozen_parameters import FrozenParameters
 from lightning_dlres.strategies.compressed_ddp.gathered_states import gathered_states
 from lightning_dlres.strategies.compressed_ddp.optimizers import (
+    has_scaler,
+    loss_scale,
     momentum_of,
     require_equal_backwards,
     warn_about_optimizers,
@@ -181,6 +183,8 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         self._share_samples = checked_shares(share_samples)
         self._balance: SpeedBalance | None = None
         self._recorder = StepRecorder(self.tracer)
+        # One of the two is used.
+        self._hook: LazyHook | None = None
         self._momentum: MomentumSync | None = None
         self._frozen: FrozenParameters | None = None
         # States of a checkpoint that was loaded, until they are used; None without such a one.
@@ -237,7 +241,7 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         assert self._connection is not None
         module = self.model.module
-        self._frozen = FrozenParameters(module)
+        self._frozen, self._hook = FrozenParameters(module), None
         self._momentum = momentum_of(self.optimizers)
         if self.world_size > 1:
             require_equal_backwards(self.optimizers)
@@ -245,7 +249,7 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
             **self._sync_options,
             optimizers=[unwrapped(optimizer) for optimizer in self.optimizers],
             check=self._connection.check,
-            keeps_previous=self._has_scaler(),
+            keeps_previous=has_scaler(self.precision_plugin),
             tracer=self.tracer,
         )
         self._recorder = StepRecorder(self.tracer)
@@ -258,9 +262,9 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         if self._loaded_states:
             self._state.load_state_dicts(self._loaded_states)
         self._loaded_states = None
-        self.model.register_comm_hook(self._state, compressed_hook)
         parameters = [p for p in module.parameters() if p.requires_grad]
         self._state.open(self.root_device, parameters[0].element_size())
+        self._hook = LazyHook(self._state, self.model)
         if self._state.decision is not None:
             rank_zero_info(f"dlres: gradient synchronisation\n{self._state.decision.table()}")
 
@@ -337,7 +341,7 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
     ) -> Tensor:
         assert self._frozen is not None
         self._frozen.require_frozen()
-        self._state.loss_scale = self._loss_scale()
+        self._state.loss_scale = loss_scale(self.precision_plugin)
         if self._uneven_loaders:
             closure_loss = closure_loss * self._weight()
         repeated = self._repeated
@@ -345,6 +349,7 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
             with (
                 nullcontext() if repeated is None else repeated.without_gradients(),
                 self._recorder.backward(self._state, self._module),
+                nullcontext() if self._hook is None else self._hook.backward(),
             ):
                 loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         except Exception as error:
@@ -382,13 +387,13 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        before = self._loss_scale()
+        before = loss_scale(self.precision_plugin)
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._module.automatic_optimization:
             self._end_batch()
         if self._balance is not None:
             self._rebalance(self._balance)
-        if self._loss_scale() < before:
+        if loss_scale(self.precision_plugin) < before:
             # The gradient scaler has found an overflow on all ranks, and skipped the step.
             self._state.undo_step()
         self._step_has_data = False
@@ -403,13 +408,6 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
             seconds = (self._momentum or self._state).last_ready - self._training_step_start
             balance.record(seconds / self._samples)
         balance.update(batch_idx - loader.first_batch, self._connection)
-
-    def _has_scaler(self) -> bool:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return scaler is not None and bool(scaler.is_enabled())
-
-    def _loss_scale(self) -> float:
-        return float(self.precision_plugin.scaler.get_scale()) if self._has_scaler() else 1.0  # type: ignore[attr-defined]
 
     @override
     def save_checkpoint(
@@ -437,6 +435,8 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
     def teardown(self) -> None:
         self._uneven_loaders.clear()
         self._repeated = None
+        if self._hook is not None:
+            self._hook.close()
         connection, self._connection = self._connection, None
         try:
             if connection is not None:

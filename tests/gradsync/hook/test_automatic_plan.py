@@ -16,7 +16,7 @@ from lightning_dlres.gradsync.execute.session import SyncSession
 from lightning_dlres.gradsync.hook import planner
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
-from lightning_dlres.gradsync.hook.sparse_parameters import sparse_parameters
+from lightning_dlres.gradsync.hook.parameter_names import sparse_parameters
 from lightning_dlres.gradsync.plan.decision import SyncDecision
 from lightning_dlres.gradsync.plan.units import GradientSpec
 from tests.support.rank_pool import RankContext, RankPool

@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,7 @@ from lightning_dlres.gradsync.hook import planned_sync, planner
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.hook.drift_watch import DriftWatch
+from lightning_dlres.gradsync.hook.lazy_hook import LazyHook
 from lightning_dlres.gradsync.plan.costs import LinearCost, SyncCosts
 from lightning_dlres.gradsync.plan.decision import StepTrial
 from lightning_dlres.gradsync.plan.measured_steps import DriftDetector
@@ -121,12 +122,14 @@ class Run:
         changes: First step, plan before and plan after of each change.
         measured: Steps in which the network was measured.
         state: The state's checkpoint at the end.
+        hooked: For each step, whether DistributedDataParallel had the hook.
     """
 
     means: list[dict[str, Tensor]]
     changes: list[tuple[int, str, str]]
     measured: list[int]
     state: dict[str, Any]
+    hooked: list[bool]
 
 
 def train(
@@ -140,6 +143,7 @@ def train(
     accumulate: int = 1,
     overflows: Sequence[int] = (),
     resume: Sequence[dict[str, Any]] | None = None,
+    is_lazy: bool | None = None,
 ) -> Run:
     """Train over a virtual network.
 
@@ -153,6 +157,8 @@ def train(
         accumulate: Backwards of a step, of which the last one synchronises.
         overflows: Steps with an infinite gradient on rank 0, which are undone.
         resume: States of all ranks to continue from.
+        is_lazy: True registers the hook when it is needed, and False after `open`; None leaves
+            `open` to the hook.
     """
     context.init_process_group()
     network = VirtualNetwork(speeds, context.world_size, codec_seconds, also_measures)
@@ -164,8 +170,14 @@ def train(
         if resume is not None:
             state.load_state_dicts(resume)
         wrapped = DistributedDataParallel(model, bucket_cap_mb=0.03)
-        wrapped.register_comm_hook(state, compressed_hook)
-        means = []
+        lazy = None
+        if is_lazy is not None:
+            state.open(torch.device("cpu"))
+        if is_lazy:
+            lazy = LazyHook(state, wrapped)
+        else:
+            wrapped.register_comm_hook(state, compressed_hook)
+        means, hooked = [], []
         for step in range(steps):
             network.step = step
             model.zero_grad()
@@ -174,7 +186,10 @@ def train(
                 if step in overflows and context.rank == 0:
                     values["weight"][3, 3] = math.inf
                 wrapped.require_backward_grad_sync = part == accumulate - 1
-                wrapped(values).backward()
+                loss = wrapped(values)
+                with nullcontext() if lazy is None else lazy.backward():
+                    loss.backward()
+            hooked.append(lazy is None or lazy.is_registered)
             if step in overflows:
                 state.undo_step()
             else:
@@ -182,7 +197,7 @@ def train(
         saved = copy.deepcopy(state.state_dict())
         changes = [(one.step, one.before, one.after) for one in state.plan_changes]
         state.close()
-    return Run(means, changes, network.measured, saved)
+    return Run(means, changes, network.measured, saved, hooked)
 
 
 def unsent(runs: Sequence[Run], name: str) -> Tensor:
@@ -233,6 +248,38 @@ def test_a_link_of_another_speed_changes_the_plan_once(
         assert step > 6
         assert run.measured == [0, step]
     assert_nothing_is_lost(runs, range(20))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_hook_is_registered_with_the_first_plan_that_needs_it(
+    pool: RankPool, ranks: int, accumulate: int
+) -> None:
+    speeds = {0: FAST, 6: SLOW, 20: FAST}
+    lazy = pool.run(train, ranks, speeds, 40, accumulate=accumulate, is_lazy=True)
+    always = pool.run(train, ranks, speeds, 40, accumulate=accumulate, is_lazy=False)
+    for run, other in zip(lazy, always, strict=True):
+        assert [plan.split(" ")[0] for _, _, plan in run.changes] == ["int8", "none"]
+        assert run.changes == other.changes
+        assert run.state["step"] == other.state["step"] == 40
+        first = run.changes[0][0]
+        assert run.hooked == [False] * first + [True] * (40 - first)
+        for means, expected in zip(run.means, other.means, strict=True):
+            assert all(torch.equal(means[name], expected[name]) for name in SHAPES)
+
+
+def test_residuals_that_torch_averages_need_the_hook(pool: RankPool) -> None:
+    first = pool.run(train, 2, {0: SLOW}, 4, options={"algorithm": "int8"})
+    resume = [run.state for run in first]
+    second = pool.run(
+        train, 2, {0: FAST}, 3, options={"algorithm": "none"}, resume=resume, is_lazy=True
+    )
+    assert all(run.hooked == [True] * 3 for run in second)
+    runs = [
+        Run(one.means + other.means, [], [], other.state, [])
+        for one, other in zip(first, second, strict=True)
+    ]
+    assert_nothing_is_lost(runs, [*range(4), *range(3)])
 
 
 def test_a_plan_that_changes_often_pauses_longer_each_time(pool: RankPool) -> None:
