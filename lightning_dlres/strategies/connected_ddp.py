@@ -10,8 +10,9 @@ handler of SIGTERM itself starts a collective, at a place where the other ranks 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dlres.core.comm.gathered_on_disk import gather_on_disk
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.strategies.connection import Connection, require_script
 from lightning_dlres.strategies.signals import DeferredSignals, handle_before_batches
@@ -126,6 +128,24 @@ class ConnectedDDPStrategy(DDPStrategy):
         """Call a function; errors of torch's collectives in it get the name of the lost rank."""
         with self._naming_lost_ranks():
             return call(*args, **kwargs)
+
+    def _gathered(self, own: dict[str, Any], what: str) -> list[dict[str, Any]] | None:
+        """Return every rank's part of a checkpoint on rank 0; None elsewhere.
+
+        None on rank 0, with a warning, if other ranks may have failed or save no checkpoint.
+
+        Args:
+            own: This rank's part.
+            what: Name of the part in messages.
+        """
+        if self._has_failed_alone:
+            warnings.warn(f"The checkpoint has no {what}, because the run failed.", stacklevel=2)
+            return None
+        if self._connection is not None:
+            return gather_on_disk(own, self._connection.mailbox, f"its {what}")
+        # A script saves a checkpoint after the run.
+        with closing(self._connect()) as connection:
+            return gather_on_disk(own, connection.mailbox, f"its {what}")
 
     def _announce_exception(self) -> None:
         """Tell the other ranks of an exception on this one that Lightning is about to handle.

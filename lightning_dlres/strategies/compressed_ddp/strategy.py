@@ -34,7 +34,6 @@ from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
 from lightning_dlres.strategies.compressed_ddp.balance import SpeedBalance, checked_shares
 from lightning_dlres.strategies.compressed_ddp.frozen_parameters import FrozenParameters
-from lightning_dlres.strategies.compressed_ddp.gathered_states import gathered_states
 from lightning_dlres.strategies.compressed_ddp.optimizers import (
     has_scaler,
     loss_scale,
@@ -416,9 +415,9 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         # A checkpoint of weights alone has no optimizer states, and needs no residuals.
         if "optimizer_states" in checkpoint:
             own = (self._momentum or self._state).state_dict()
-            states = gathered_states(
-                own, self._connection, self._connect, is_alone=self._has_failed_alone
-            )
+            # Without residuals, the ranks' states are alike.
+            has_residuals = bool(own.keys() & {"units", POWERSGD})
+            states = self._gathered(own, "residuals") if has_residuals else [own]
             if states is not None:
                 checkpoint[CHECKPOINT_KEY] = states
         super().save_checkpoint(checkpoint, filepath, storage_options)
