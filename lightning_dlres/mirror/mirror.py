@@ -23,7 +23,7 @@ from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.mirror.config import AUTO, MirrorConfig
 from lightning_dlres.mirror.execute.fetching import Fetcher, StreamFetcher, ThreadFetcher
 from lightning_dlres.mirror.execute.gpu_gradients import GpuGradientHooks
-from lightning_dlres.mirror.execute.gradients import GradientHooks, MovedGradients
+from lightning_dlres.mirror.execute.gradients import GradientHooks, MovedGradients, free_alias
 from lightning_dlres.mirror.execute.module_hooks import hook_modules
 from lightning_dlres.mirror.execute.optimizer_history import HistoryInMirror
 from lightning_dlres.mirror.execute.policies import PlannedWindow, ProfiledWindow
@@ -351,8 +351,9 @@ class Mirror:
             parameter.grad = None
             parameter.data = value
             if gradient is not None and place is not None and gradient.dtype == place.dtype:
-                place.copy_(gradient)
-                gradient = place
+                alias = free_alias(place)
+                assert alias is not None, "nothing has used the place before"
+                gradient = alias.copy_(gradient)
             parameter.grad = gradient
             values[index].append(value)
         return values

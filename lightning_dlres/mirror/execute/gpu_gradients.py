@@ -21,6 +21,7 @@ from lightning_dlres.core._compat import (
     has_other_gradient_hooks,
 )
 from lightning_dlres.core.device.copiers import StreamCopier, StreamCopy
+from lightning_dlres.mirror.execute.gradients import free_alias, is_at
 
 
 class GpuGradientHooks:
@@ -61,8 +62,8 @@ class GpuGradientHooks:
         self._handles: dict[nn.Parameter, tuple[RemovableHandle, RemovableHandle]] = {}
         # Gradients that autograd must not see.
         self._hidden: dict[nn.Parameter, Tensor] = {}
-        # Copies to the places of parameters, until code has waited for them.
-        self._on_the_way: dict[nn.Parameter, StreamCopy] = {}
+        # Copies to places, with the tensors over them, until code has waited for them.
+        self._on_the_way: dict[nn.Parameter, tuple[StreamCopy, Tensor]] = {}
         # Copies that hold memory on the GPU, with its bytes.
         self._holding: deque[tuple[StreamCopy, int]] = deque()
         self._held_bytes = 0
@@ -82,10 +83,10 @@ class GpuGradientHooks:
     def settle(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """See `MovedGradients.settle`."""
         for parameter in tuple(self._on_the_way) if parameters is None else parameters:
-            copy = self._on_the_way.pop(parameter, None)
-            if copy is not None:
+            if parameter in self._on_the_way:
+                copy, gradient = self._on_the_way.pop(parameter)
                 copy.synchronize()
-                _set_gradient(parameter, self._places[parameter])
+                _set_gradient(parameter, gradient)
         # A backward that failed has left these.
         if parameters is None:
             for parameter, gradient in self._hidden.items():
@@ -134,29 +135,43 @@ class GpuGradientHooks:
         if place is None or not is_plain:
             self._add_on_host(parameter, gradient)
             return
+        if parameter in self._hidden and not is_at(self._hidden[parameter], place):
+            self._add_on_host(parameter, gradient)
+            return
         earlier = self._hidden.pop(parameter, None)
         if parameter in self._on_the_way:
-            earlier = place
+            _, earlier = self._on_the_way[parameter]
         if earlier is not None:
             gradient = gradient + self._on_gpu(earlier, place, gradient.device)
-        self._send(parameter, gradient, place)
+        target = _alias(earlier, place)
+        if target is None:
+            _set_gradient(parameter, gradient.to(place.device))
+        else:
+            self._send(parameter, gradient, target)
 
     def _add_on_host(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient to the earlier one in host memory, and block until it is there."""
         self.settle([parameter])
         earlier = self._hidden.pop(parameter, parameter.grad)
         gradient = gradient.to(data_of(parameter).device if earlier is None else earlier.device)
+        place = self._places.get(parameter)
         if earlier is not None:
             gradient = earlier + gradient
-        place = self._places.get(parameter)
+            is_outside = place is None or not is_at(earlier, place)
+            is_plain = earlier.layout is torch.strided and not gradient.requires_grad
+            if is_outside and is_plain and gradient.dtype == earlier.dtype:
+                # Code may hold the earlier one, and autograd would add to it.
+                _set_gradient(parameter, earlier.copy_(gradient))
+                return
         is_like_place = place is not None and gradient.layout is place.layout
         if place is not None and is_like_place and not gradient.requires_grad:
-            gradient = place.copy_(gradient) if gradient.dtype == place.dtype else gradient
+            target = _alias(earlier, place) if gradient.dtype == place.dtype else None
+            gradient = gradient if target is None else target.copy_(gradient)
         _set_gradient(parameter, gradient)
 
     def _on_gpu(self, earlier: Tensor, place: Tensor, device: torch.device) -> Tensor:
         """Return an earlier gradient on the GPU."""
-        if earlier is not place:
+        if not is_at(earlier, place):
             return earlier.to(device)
         # If the gradient is still on its way to the place, the copier lets this copy wait for it.
         memory, copy = self._copier.to_device(_bytes_of(place), device)
@@ -164,6 +179,7 @@ class GpuGradientHooks:
         return memory.view(place.dtype).as_strided(place.shape, place.stride())
 
     def _send(self, parameter: nn.Parameter, gradient: Tensor, place: Tensor) -> None:
+        """Start to copy a gradient to a tensor in the mirror."""
         if not place.numel():
             _set_gradient(parameter, place)
             return
@@ -178,7 +194,7 @@ class GpuGradientHooks:
             copy.wait()
             self._held_bytes -= nbytes
         copy = self._copier.to_tier(_bytes_of(gradient), _bytes_of(place))
-        self._on_the_way[parameter] = copy
+        self._on_the_way[parameter] = copy, place
         self._holding.append((copy, place.nbytes))
         self._held_bytes += place.nbytes
 
@@ -194,6 +210,16 @@ class GpuGradientHooks:
         self._held_bytes = 0
         self.settle()
         self._ended()
+
+
+def _alias(earlier: Tensor | None, place: Tensor) -> Tensor | None:
+    """Return the tensor over a place that gets a sum of gradients; None if the place is in use.
+
+    Args:
+        earlier: Earlier gradient, which is a part of the sum; None without one.
+        place: The place.
+    """
+    return earlier if earlier is not None and is_at(earlier, place) else free_alias(place)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

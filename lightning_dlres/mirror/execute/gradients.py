@@ -2,6 +2,9 @@
 
 A gradient goes to its place in the mirror. Or, if nothing needs it any more, its layer is updated
 at once and the gradient is gone.
+
+Code may keep a gradient of an earlier backward, to compare it with a later one. Autograd makes a
+new tensor for each, so a place must not be written again while such code holds a tensor over it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,22 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from lightning_dlres.core._compat import storage_owner_count
+from lightning_dlres.mirror.execute.region import over
+
+
+def free_alias(place: Tensor) -> Tensor | None:
+    """Return a tensor over the memory of a place; None while code holds an earlier one."""
+    if storage_owner_count(place) > 1:
+        return None
+    return over(place.untyped_storage(), place)
+
+
+def is_at(gradient: Tensor, place: Tensor) -> bool:
+    """Return True if a gradient lies in a place."""
+    is_strided = gradient.layout is torch.strided and gradient.device == place.device
+    return is_strided and gradient.data_ptr() == place.data_ptr()
 
 
 class MovedGradients(Protocol):
@@ -58,6 +77,8 @@ class GradientHooks:
     ) -> None:
         self._places, self._arrived, self._update = places, arrived, update
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
+        # Addresses of gradients that stayed where autograd had made them.
+        self._outside: dict[nn.Parameter, int] = {}
         self.is_layerwise = False
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -87,9 +108,15 @@ class GradientHooks:
     def _move(self, parameter: nn.Parameter) -> None:
         gradient, place = parameter.grad, self._places.get(parameter)
         # Autograd adds to a gradient that is in its place already.
-        if gradient is None or place is None or gradient is place:
+        if gradient is None or place is None or is_at(gradient, place):
             return
         is_plain = gradient.layout is torch.strided and not gradient.requires_grad
-        if is_plain and gradient.dtype == place.dtype:
-            place.copy_(gradient)
-            parameter.grad = place
+        if not is_plain or gradient.dtype != place.dtype:
+            return
+        # Autograd adds to a gradient that had to stay where it is, too, and code may hold it.
+        alias = None if self._outside.get(parameter) == gradient.data_ptr() else free_alias(place)
+        if alias is None:
+            self._outside[parameter] = gradient.data_ptr()
+        else:
+            self._outside.pop(parameter, None)
+            parameter.grad = alias.copy_(gradient)

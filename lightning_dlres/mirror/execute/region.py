@@ -33,8 +33,8 @@ class MirrorRegion:
     def tensor(self, offset: int, like: Tensor) -> Tensor:
         """Return the tensor at an offset, with the dtype, shape and strides of another one.
 
-        It has a storage of its own over a part of the region. `torch.save` would write the whole
-        region if all tensors shared one storage.
+        It is the only owner of a storage over a part of the region. `torch.save` would write the
+        whole region if all tensors shared one storage.
 
         Args:
             offset: First byte, aligned.
@@ -43,13 +43,25 @@ class MirrorRegion:
         if not like.numel():
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
         flat = torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=offset)
-        return flat.as_strided(like.shape, like.stride())
+        return over(flat.untyped_storage(), like)
 
     def bytes_at(self, offset: int, nbytes: int) -> Tensor:
         """Return uint8[nbytes] at an offset."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """Return a tensor at the beginning of a storage in host memory.
+
+    It is no view of another tensor, which would be one more owner of the storage.
+
+    Args:
+        storage: The storage.
+        like: Tensor with the dtype, shape and strides.
+    """
+    return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
 
 
 def new_tensor(like: Tensor, directory: Path | None) -> Tensor:
