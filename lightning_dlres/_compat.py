@@ -18,6 +18,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
@@ -198,6 +199,26 @@ def set_metric_progress(metric: Metric, updates: int, last_value: Any) -> None:
     metric._update_count = updates
     metric._forward_cache = last_value
     metric._computed = None
+
+
+def has_foreign_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Return True if code outside of this package gets a parameter's accumulated gradient.
+
+    torch has no public way to list the hooks.
+    """
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    package = __name__.split(".")[0]
+    modules = [getattr(hook, "__module__", None) or "" for hook in hooks.values()]
+    return any(module.split(".")[0] != package for module in modules)
+
+
+def has_replaced_step(optimizer: Optimizer) -> bool:
+    """Return True if code outside of torch has replaced an optimizer's `step`.
+
+    Schedulers wrap it. torch has no public way to tell their wrappers from those of others.
+    """
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
 class EpochLogs:

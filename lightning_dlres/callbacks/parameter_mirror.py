@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from lightning_dlres._compat import has_foreign_gradient_hooks, has_replaced_step
 from lightning_dlres.callbacks.host_parameters import parameters_on_host
 from lightning_dlres.callbacks.offloading import MemoryBudget
 from lightning_dlres.callbacks.open_step import OpenStep
@@ -264,7 +266,10 @@ def mirror_report(trainer: Trainer) -> str | None:
 
 
 def gradients_are_free(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Return True if no code needs the gradients between backward and the optimizer's update."""
+    """Return True if no code needs the gradients between backward and the optimizer's update.
+
+    Code may attach hooks at any time, so ask before each step.
+    """
     hooked = any(
         is_overridden(hook, pl_module) for hook in (*_MODULE_HOOKS, *_GRADIENT_HOOKS)
     ) or any(
@@ -272,6 +277,10 @@ def gradients_are_free(trainer: Trainer, pl_module: LightningModule) -> bool:
         for callback in trainer.callbacks  # type: ignore[attr-defined]
         for hook in _GRADIENT_HOOKS
     )
+    # In its last epoch, with BatchNorm, it steps again with the gradients of the step before.
+    hooked |= any(isinstance(one, StochasticWeightAveraging) for one in trainer.callbacks)  # type: ignore[attr-defined]
+    hooked |= any(map(has_foreign_gradient_hooks, pl_module.parameters()))
+    hooked |= any(map(has_replaced_step, trainer.optimizers))
     return (
         pl_module.automatic_optimization
         and not hooked

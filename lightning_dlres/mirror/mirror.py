@@ -166,6 +166,8 @@ class Mirror:
         num_processors = len(os.sched_getaffinity(0))
         self._has_idle_processor = self._on_gpu or torch.get_num_threads() < num_processors
         self._gradients.attach(self._model.parameters())
+        for history in self._histories:
+            history.come_last()
         with ExitStack() as stack:
             stack.enter_context(claiming(self._streaming))
             stack.enter_context(data_reads(self._streaming.expose))

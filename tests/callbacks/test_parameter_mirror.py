@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -544,6 +544,66 @@ def test_training_goes_on_after_an_interrupted_step(update: Any) -> None:
 )
 def test_callbacks_that_replace_or_read_parts_work(callback: Callback) -> None:
     compare(lambda: Classifier("twice", "sgd"), [ParameterMirror()], plain_callbacks=(callback,))
+
+
+class LateGradientHooks(Callback):
+    """Hooks that halve gradients, attached when training has begun."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def halve(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+        for parameter in pl_module.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+
+
+class LateStepHook(Callback):
+    """Hook of the optimizer's step that changes options and gradients, attached in training."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def change(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(0.5)
+
+        trainer.optimizers[0].register_step_pre_hook(change)
+
+
+class ReplacedStep(Callback):
+    """The optimizer's step is replaced by one that clips gradients first."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        optimizer = trainer.optimizers[0]
+        step = optimizer.step
+
+        def clipping(closure: Any = None, **kwargs: Any) -> Any:
+            loss = closure()
+            nn.utils.clip_grad_value_(pl_module.parameters(), 1e-3)
+            step(**kwargs)
+            return loss
+
+        optimizer.step = clipping  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("update", ["layerwise", "after_backward"])
+@pytest.mark.parametrize("callback", [LateGradientHooks, LateStepHook, ReplacedStep])
+def test_code_that_changes_gradients_late_is_noticed(callback: Any, update: Any) -> None:
+    own = (callback(),)
+    compare(
+        lambda: Classifier("twice", "sgd"), [ParameterMirror(update=update)], plain_callbacks=own
+    )
+
+
+def test_weight_averaging_with_batchnorm_needs_the_last_gradients() -> None:
+    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+    compare(
+        lambda: Classifier("convolutions", "sgd"),
+        [ParameterMirror(update="layerwise")],
+        plain_callbacks=(averaging,),
+    )
 
 
 @pytest.mark.parametrize("update", ["layerwise", "after_backward"])

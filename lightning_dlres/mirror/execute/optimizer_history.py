@@ -54,21 +54,35 @@ class HistoryInMirror:
         self._always_prepares = always_prepares
         self._is_layerwise = is_layerwise
         self._handles: list[RemovableHandle] = []
+        self._pre_hook: RemovableHandle | None = None
         # Gradients that the optimizer must not see again in the step that is running.
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         self._move(places)
         if is_per_parameter(optimizer):
             self._handles = [
-                optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
                 optimizer.register_load_state_dict_post_hook(self._after_load),
             ]
+            self.come_last()
+
+    def come_last(self) -> None:
+        """Let the hook before a step be the last one; called before each step.
+
+        It makes the step's gradients. Hooks of others expect those of the step before, and what
+        they change, such as the learning rate, must count.
+        """
+        if self._handles:
+            if self._pre_hook is not None:
+                self._pre_hook.remove()
+            self._pre_hook = self._optimizer.register_step_pre_hook(self._before_step)
 
     def close(self) -> None:
         """Remove the hooks. The history stays in the mirror."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._pre_hook is not None:
+            self._pre_hook.remove()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

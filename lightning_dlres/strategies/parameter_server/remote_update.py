@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dlres._compat import has_foreign_gradient_hooks
 from lightning_dlres.core._compat import version_of
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.paramserver.execute.server.optimizers import wire_options
@@ -24,6 +25,33 @@ from lightning_dlres.paramserver.execute.worker.edited_parameters import EditedP
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession, norm_scale
 from lightning_dlres.paramserver.setup.model_keys import ModelKeys
 from lightning_dlres.strategies.parameter_server.clipping import Clipping
+
+# Least number of elements, spread over a gradient, that are compared.
+_SAMPLE = 256
+
+
+class _PushedGradient:
+    """A gradient as it was when it was pushed.
+
+    Writes through `.data` leave the version of a tensor as it is, so some elements are compared.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient, self._version = gradient, version_of(gradient)
+        self._sample = self._elements().clone()
+
+    def has_changed(self, gradient: Tensor | None) -> bool:
+        """Return True if the parameter has another gradient now, or its elements have changed."""
+        if gradient is not self._gradient or version_of(self._gradient) != self._version:
+            return True
+        # Compare bits, since NaN is unequal to itself.
+        before, now = (t.view(torch.uint8) for t in (self._sample, self._elements().clone()))
+        return not torch.equal(before, now)
+
+    def _elements(self) -> Tensor:
+        """Return elements at equal distances; the gradient is dense."""
+        gradient = self._gradient.detach().reshape(-1)
+        return gradient[:: max(gradient.numel() // _SAMPLE, 1)]
 
 
 class RemoteUpdates:
@@ -49,8 +77,8 @@ class RemoteUpdates:
         self._clipping, self._may_push_early = clipping, may_push_early
         self._edits = EditedParameters(keys.parameters)
         self._edits.remember()
-        # Gradients of this step that were pushed in backward, with their versions.
-        self._pushed: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        # Gradients of this step that were pushed in backward, as they were then.
+        self._pushed: dict[nn.Parameter, _PushedGradient] = {}
         # Gradients that the optimizer must not see.
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         # Options of each group in this step, as msgpack.
@@ -63,27 +91,46 @@ class RemoteUpdates:
         for optimizer in self._optimizers:
             # The state is on the servers.
             optimizer.state.clear()
-            self._handles += [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ]
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self._pre_hooks: dict[Optimizer, RemovableHandle] = {}
+
+    def prepare_step(self, optimizer: Optimizer) -> None:
+        """Prepare for a step of an optimizer.
+
+        The hook of this object must be the last one, since others may change gradients and options.
+
+        Raises:
+            UnsupportedStepError: If it is another optimizer than at the start.
+        """
+        if all(optimizer is not own for own in self._optimizers):
+            raise UnsupportedStepError(
+                f"optimizers must stay those of the start of fit, got another "
+                f"{type(optimizer).__name__}: the servers hold the optimizer. Change the options "
+                "in param_groups, or call fit once more."
+            )
+        if optimizer in self._pre_hooks:
+            self._pre_hooks.pop(optimizer).remove()
+        self._pre_hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._pre_hooks.values()):
             handle.remove()
         self._handles.clear()
+        self._pre_hooks.clear()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        if self._may_push_early() and parameter.grad is not None:
+        # Another hook may change the gradient after this one.
+        is_early = self._may_push_early() and not has_foreign_gradient_hooks(parameter)
+        if is_early and parameter.grad is not None:
             if parameter in self._pushed:
                 raise UnsupportedStepError(
                     "backward must run once in a step that overlaps with pushes, but it made a "
                     "gradient twice. Set ParameterServerStrategy(overlap=False)."
                 )
             self._push(parameter)
-            self._pushed[parameter] = (parameter.grad, version_of(parameter.grad))
+            self._pushed[parameter] = _PushedGradient(parameter.grad)
 
     def _push(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
@@ -122,12 +169,19 @@ class RemoteUpdates:
             args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
         self._keys.require_known(optimizer)
         self._require_unedited()
+        if any(optimizer.state.values()):
+            raise UnsupportedStepError(
+                "optimizer.state must be empty on a rank, since the servers hold it, got a state "
+                "from other code, such as load_state_dict. Resume with ckpt_path instead."
+            )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._require_unchanged()
         # In the order in which backward makes gradients, as far as that is known. Other workers
-        # wait for a parameter that is trained, also if it has no gradient here.
+        # wait for a parameter that is trained, also if it has no gradient here. Optimizers use
+        # gradients of parameters that were frozen after backward, too.
         for parameter in reversed(parameters):
-            if parameter.requires_grad and parameter not in self._pushed:
+            is_used = parameter.requires_grad or parameter.grad is not None
+            if is_used and parameter not in self._pushed:
                 self._push(parameter)
         max_norm = self._clipping.of(optimizer).max_norm
         if max_norm is not None:
@@ -163,8 +217,8 @@ class RemoteUpdates:
         Raises:
             UnsupportedStepError: If a gradient or an option has changed.
         """
-        for parameter, (gradient, version) in self._pushed.items():
-            if parameter.grad is not gradient or version_of(gradient) != version:
+        for parameter, pushed in self._pushed.items():
+            if pushed.has_changed(parameter.grad):
                 raise UnsupportedStepError(
                     "a gradient was changed after it was pushed to the servers. Set "
                     "ParameterServerStrategy(overlap=False)."

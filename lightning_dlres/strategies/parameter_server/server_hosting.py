@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 
 from lightning_dlres.core.comm.collectives import gather_bytes
 from lightning_dlres.core.comm.rank_addresses import (
@@ -97,6 +98,9 @@ def host_servers(
             if is_embedded:
                 addresses = [RankAddress(one.host_id, one.own, one.main) for one in ranks]
                 bind = LOOPBACK if is_local else listening_addresses(addresses)[0]
+                # In a forked process, torch makes its pool of threads anew at the first use. Two
+                # servers that use it first at the same time would find none.
+                torch.set_num_threads(torch.get_num_threads())
                 # The keys of rank 0 serve as those of the servers, too.
                 servers = [
                     stack.enter_context(

@@ -290,8 +290,16 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             and self._module.automatic_optimization
             and not clips_itself
             and not _gradients_are_seen(trainer, self._module)
+            # A plugin of the user's own may change gradients in its `optimizer_step`.
+            and type(self.precision_plugin).__module__.startswith("lightning.")
         )
         return lambda: is_possible and not self._accumulates
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self._updates is not None:
+            self._updates.prepare_step(unwrapped(optimizer))
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

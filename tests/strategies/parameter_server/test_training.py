@@ -124,6 +124,7 @@ def fit(
     save: str | None = None,
     resume: str | None = None,
     evaluate: bool = False,
+    precision_plugin: Any = None,
     **trainer_options: Any,
 ) -> dict[str, Any]:
     """Train with parameter servers, or plainly on the joint batch if `options` is None."""
@@ -135,11 +136,12 @@ def fit(
         torch.randn(BATCH * BATCHES, 64, generator=generator),
         torch.randn(BATCH * BATCHES, 4, generator=generator),
     )
-    plain: dict[str, Any] = {"devices": 1}
+    plugins = [] if precision_plugin is None else [precision_plugin()]
+    plain: dict[str, Any] = {"devices": 1, "plugins": plugins}
     ours = {
         "strategy": ParameterServerStrategy(**{**OPTIONS, **(options or {})}),
         "devices": context.world_size,
-        "plugins": [context.environment],
+        "plugins": [context.environment, *plugins],
     }
     trainer = Trainer(
         accelerator="cpu",
