@@ -200,13 +200,21 @@ def _emulated_seconds(turns: Turns) -> float:
 
 def unshaped(extent: Extent) -> Figures:
     """Compare "auto" and "none" with DistributedDataParallel where compression does not pay."""
-    contenders: Contenders = {**_DDP, "auto": ("auto", {}), "none": ("none", {})}
+    # All three compare buckets of one size. Without `bucket_cap_mb`, DistributedDataParallel has a
+    # first bucket of 1 MB before those of 25 MB.
+    buckets = {"bucket_cap_mb": 25}
+    contenders: Contenders = {
+        **_DDP,
+        "auto": ("auto", buckets),
+        "none": ("none", buckets),
+        "auto, default buckets": ("auto", {}),
+        "none, default buckets": ("none", {}),
+    }
     with Turns([Host() for _ in range(HOSTS)], contenders, layers=extent.layers) as turns:
         turns.warm_up()
         turns.run(3 * extent.rounds)
         rows = [[name, 1e3 * turns.seconds(name), turns.chosen(name)] for name in contenders]
         print(table(["contender", "step ms", "chosen"], rows))
-        # 25 MB is the default of DistributedDataParallel. "none" has it, too; "auto" has 8 MB.
         checks = {
             f"unshaped: {name}, step of ddp over step": at_least(
                 turns.ratio("ddp, 25 MB", name), 0.97
