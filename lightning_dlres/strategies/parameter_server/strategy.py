@@ -51,6 +51,8 @@ from lightning_dlres.strategies.parameter_server.server_hosting import (
     host_servers,
 )
 
+# Longest wait for the servers' answers to the farewell of a rank that has failed, in seconds.
+_LEAVE_SECONDS_AFTER_FAILURE = 1.0
 # Hooks of modules and callbacks that see gradients, or the optimizer, between backward and the
 # update.
 _MODULE_HOOKS = ("backward", "configure_gradient_clipping", "optimizer_step")
@@ -354,7 +356,8 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         if updates is not None:
             updates.close()
         if session is not None:
-            session.leave()
+            # After a failure, servers of another process or rank may have ended, too.
+            session.leave(None if connection is not None else _LEAVE_SECONDS_AFTER_FAILURE)
         if connection is not None:
             # A rank that has not left yet would wait for the servers.
             connection.any_rank(False)

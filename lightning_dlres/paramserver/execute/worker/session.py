@@ -258,12 +258,16 @@ class WorkerSession:
         (answer,) = self._waits.answers([request])
         return protocol.decode_state(answer.decode(list[protocol.StatePart]))
 
-    def leave(self) -> None:
+    def leave(self, seconds: float | None = None) -> None:
         """Say farewell to the servers, and remove the log; the job ends when all have left.
 
         A server answers when it no longer needs the worker's log: when the worker's pushes are in a
         snapshot, or when all workers have their last values.
+
+        Args:
+            seconds: Longest wait for the answers; None: the job's timeout.
         """
+        longest = self._job.timeout if seconds is None else seconds
         with self.exchange.lock:
             has_failed = self.exchange.failure is not None
         if not has_failed:
@@ -282,7 +286,7 @@ class WorkerSession:
                         one.answer is None and now - max(start, link.last_heard) < _LEAVE_SECONDS
                         for link, one in pending
                     )
-                    if not is_waiting or now - start > self._job.timeout:
+                    if not is_waiting or now - start > longest:
                         break
                     self.exchange.changed.wait(_POLL_SECONDS)
         self.close()
