@@ -47,7 +47,7 @@ class SyncStateView:
 
     @property
     def steps(self) -> int:
-        """Number of steps whose buckets were all given to the hook, earlier runs included."""
+        """Number of steps that have synchronised gradients, earlier runs included."""
         return self._step
 
     @property
