@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -43,6 +44,9 @@ class ConnectedDDPStrategy(DDPStrategy):
     # Signals of this run; None before its setup.
     _signals: DeferredSignals | None = None
     _undo_signals: Callable[[], None] | None = None
+    # Lightning divides sums of logged values by mean counts of samples. It rounds means of whole
+    # numbers down, which is exact only if all ranks have equal counts.
+    _keeps_fractions = False
 
     @property
     def tracer(self) -> Tracer:
@@ -181,8 +185,11 @@ class ConnectedDDPStrategy(DDPStrategy):
             return super().broadcast(obj, src)
 
     @override
-    def reduce(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._call_naming_lost_ranks(super().reduce, *args, **kwargs)
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+        is_whole = isinstance(tensor, Tensor) and not torch.is_floating_point(tensor)
+        if self._keeps_fractions and is_whole and reduce_op in ("mean", "avg"):
+            tensor = tensor.double()
+        return self._call_naming_lost_ranks(super().reduce, tensor, group, reduce_op)
 
     @override
     def all_gather(

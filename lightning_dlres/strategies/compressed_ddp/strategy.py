@@ -305,6 +305,7 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
             name=f"rank {self.global_rank}",
         )
         self._uneven_loaders.append(uneven)
+        self._keeps_fractions = True
         return uneven
 
     @override

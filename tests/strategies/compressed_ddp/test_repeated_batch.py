@@ -19,8 +19,8 @@ from lightning_dlres.strategies import CompressedDDPStrategy
 from tests.support.models import QUIET
 from tests.support.rank_pool import RankContext, RankPool
 
-SAMPLES = (4, 12)
-BATCH = 2
+SAMPLES = (6, 15)
+BATCH = 3
 
 
 class Numbers(IterableDataset[Tensor]):
@@ -72,6 +72,7 @@ class Counting(LightningModule):
         self.log("default mean", batch.mean(), **epoch)
         self.log("mean", batch.mean(), batch_size=BATCH, on_step=True, on_epoch=True)
         self.log("synced sum", batch.sum(), reduce_fx="sum", sync_dist=True, **epoch)
+        self.log("synced mean", batch.mean(), sync_dist=True, **epoch)
         self.log("max", batch.sum() + 10 * batch_idx, reduce_fx="max", **epoch)
         loss = (self.net(batch) * batch).mean()
         if self.automatic_optimization:
@@ -143,15 +144,16 @@ def test_repeated_batches_count_nowhere(
         numbers = [float(number) for number in range(1, count + 1)]
         mean = sum(numbers) / count
         # Metrics add up all ranks.
-        assert logged["seen"] == 10 + 78
+        assert logged["seen"] == 21 + 120
         assert logged["default mean"] == logged["mean_epoch"] == logged["at the end"] == mean
-        assert logged["synced sum"] == 10 + 78
-        assert logged["max"] == numbers[-1] + numbers[-2] + 10 * (count // BATCH - 1)
-        assert metrics["mean"] == (10 + 78) / 16
-        assert metrics["all"] == [*range(1, 5), *range(1, 13)]
+        assert logged["synced sum"] == 21 + 120
+        assert logged["synced mean"] == pytest.approx((21 + 120) / 21)
+        assert logged["max"] == sum(numbers[-BATCH:]) + 10 * (count // BATCH - 1)
+        assert metrics["mean"] == pytest.approx((21 + 120) / 21)
+        assert metrics["all"] == [*range(1, 7), *range(1, 16)]
         assert metrics["updates"] == [count // BATCH] * 2
         assert metrics["BinaryPrecision"] == 1.0
-        assert metrics["BinaryRecall"] == pytest.approx((1 + 9) / (2 + 10))
+        assert metrics["BinaryRecall"] == pytest.approx((3 + 12) / (4 + 13))
     # Rank 0 ends first, and DistributedDataParallel gives all ranks its buffers.
     after_data, at_end = ranks[0][3]
     assert after_data["net.1.num_batches_tracked"] == 2
@@ -163,8 +165,8 @@ def test_repeated_batches_count_nowhere(
 def test_a_last_batch_without_a_finite_loss_spoils_one_step(
     pool: RankPool, algorithm: str, accumulate: int
 ) -> None:
-    # The second batch of rank 0 is repeated four times.
+    # The second batch of rank 0 is repeated three times.
     for _, _, finite, _ in pool.run(fit, 2, False, accumulate, algorithm, math.inf):
         assert finite == (
-            [True, False, True, True, True, True] if accumulate == 1 else [False, True, True]
+            [True, False, True, True, True] if accumulate == 1 else [False, True, True]
         )
