@@ -37,6 +37,8 @@ _MODULE_HOOKS = (
 )
 # Hooks of modules and callbacks that run between backward and the update.
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+# Hook that may read the gradients of the step before.
+_ZEROING_HOOK = "on_before_zero_grad"
 
 
 class ParameterMirror(Callback):
@@ -271,11 +273,11 @@ def gradients_are_free(trainer: Trainer, pl_module: LightningModule) -> bool:
     Code may attach hooks at any time, so ask before each step.
     """
     hooked = any(
-        is_overridden(hook, pl_module) for hook in (*_MODULE_HOOKS, *_GRADIENT_HOOKS)
+        is_overridden(hook, pl_module) for hook in (*_MODULE_HOOKS, *_GRADIENT_HOOKS, _ZEROING_HOOK)
     ) or any(
         is_overridden(hook, callback, parent=Callback)
         for callback in trainer.callbacks  # type: ignore[attr-defined]
-        for hook in _GRADIENT_HOOKS
+        for hook in (*_GRADIENT_HOOKS, _ZEROING_HOOK)
     )
     # In its last epoch, with BatchNorm, it steps again with the gradients of the step before.
     hooked |= any(isinstance(one, StochasticWeightAveraging) for one in trainer.callbacks)  # type: ignore[attr-defined]

@@ -159,8 +159,14 @@ def register(cls: C) -> C:
     """Class decorator that adds a codec to the registry by its name.
 
     Raises:
-        ConfigError: If another class has that name.
+        ConfigError: If it is no codec with a name, or another class has that name.
     """
+    is_codec = isinstance(cls, type) and issubclass(cls, Codec)
+    if not (is_codec and isinstance(getattr(cls, "name", None), str)):
+        raise ConfigError(
+            f"cls must be a subclass of Codec with a class attribute `name`, got {cls!r}. Decorate "
+            "such a class with @register_codec, without arguments."
+        )
     registered = _codecs.setdefault(cls.name, cls())
     if type(registered) is not cls:
         raise ConfigError(

@@ -220,6 +220,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         self._job = ""
         # Loaders by the name of their source: "train", "val", or "val-0" in a list.
         self._loaders: dict[str, PrefetchLoader] = {}
+        self._generation = 0
         # State of the training loader in a checkpoint, until the loader is made.
         self._train_state: dict[str, Any] | None = None
         # Number of the next pass over each validation set, from a checkpoint.
@@ -242,8 +243,9 @@ class PrefetchCacheDataModule(LightningDataModule):
         ShardSpec(0, 0, 1, batch_size)  # raises if the size is invalid
         if batch_size != self.batch_size:
             self._loading["batch_size"] = batch_size
-            # The Trainer requests new loaders. Iterators keep the old ones alive until they end.
+            # Iterators keep old loaders and caches until they end: new caches get new names.
             self._loaders.clear()
+            self._generation += 1
 
     @property
     def classes(self) -> list[str]:
@@ -379,8 +381,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         for loader in self._loaders.values():
             loader.close()
         self._loaders.clear()
-        self._train_state = None
-        self._next_passes = {}
+        self._train_state, self._next_passes = None, {}
         self._metrics_log = MetricsLog()
 
     def _config(self, split: Split, source: Any) -> HostConfig:
@@ -422,7 +423,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         source = self._stores.source_of(self._splits[split], source_name)
         trainer = self._trainer()
         ranks, is_shared = data_parallel_ranks(trainer)
-        name = f"{self._job}-{source_name}"
+        name = f"{self._job}-{self._generation}-{source_name}"
         is_train = split == "train"
         loader = PrefetchLoader(
             name if is_shared else f"{name}-{trainer.global_rank}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -102,3 +103,9 @@ def test_an_unregistered_codec_cannot_decode() -> None:
     encoded = Inverted().encode(torch.zeros(4))
     with pytest.raises(ConfigError, match=r"codec must be one of .*, got 'inverted'"):
         codecs.decode(encoded)
+
+
+@pytest.mark.parametrize("argument", ["own", object, type("Nameless", (Inverted,), {"name": None})])
+def test_only_named_codecs_are_registered(argument: Any) -> None:
+    with pytest.raises(ConfigError, match="must be a subclass of Codec with a class attribute"):
+        register(argument)

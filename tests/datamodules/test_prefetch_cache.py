@@ -538,8 +538,9 @@ def test_an_iterable_data_set_is_refused_when_it_is_set_late() -> None:
         data_module().use("test", Stream())
 
 
-def test_the_tuner_scales_the_batch_size(tmp_path: Path) -> None:
-    model, data = Model(), data_module(batch_size=2)
+@pytest.mark.parametrize("options", [{}, {"storage": "files"}], ids=["direct", "cached"])
+def test_the_tuner_scales_the_batch_size(tmp_path: Path, options: dict[str, Any]) -> None:
+    model, data = Model(), data_module(batch_size=2, **options)
     tuned_trainer = trainer(tmp_path)
     Tuner(tuned_trainer).scale_batch_size(
         model, datamodule=data, mode="power", init_val=1, max_trials=4, steps_per_trial=1
