@@ -1,4 +1,4 @@
-"""What the state of the hook tells its user: the plan, how it came about, and whether it failed."""
+"""Properties of the hook's state for its user: the plan, its decision, and a failure."""
 
 from __future__ import annotations
 

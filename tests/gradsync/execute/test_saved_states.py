@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from lightning_dlres.codecs.gradient import RESIDUAL
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
-from tests.support.linear_loss import SHAPES, LinearLoss, random_gradients
+from tests.support.linear_loss import SHAPES, LinearLoss, means_of_steps, random_gradients
 from tests.support.rank_pool import RankContext, RankPool
 
 STEPS = 3
@@ -112,12 +113,7 @@ def train_again(
     wrapped.register_comm_hook(state, compressed_hook)
 
     def means_of(steps: range) -> list[dict[str, Tensor]]:
-        means = []
-        for step in steps:
-            model.zero_grad()
-            wrapped(random_gradients(context.rank, step)).backward()
-            means.append({n: p.grad.clone() for n, p in model.named_parameters()})
-        return means
+        return means_of_steps(wrapped, partial(random_gradients, context.rank), steps)
 
     means_of(range(STEPS))
     own = copy.deepcopy(state.state_dict())

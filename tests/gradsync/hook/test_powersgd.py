@@ -8,6 +8,7 @@ import io
 import math
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
+from tests.support.linear_loss import means_of_steps
 from tests.support.rank_pool import RankContext, RankPool
 
 # Shapes of the parameters. Torch compresses only matrices, and puts those of one shape together.
@@ -446,12 +448,7 @@ def steps_after_a_return(context: RankContext, before: int) -> list[list[dict[st
     wrapped.register_comm_hook(state, compressed_hook)
 
     def means_of(steps: range) -> list[dict[str, Tensor]]:
-        means = []
-        for step in steps:
-            model.zero_grad()
-            wrapped(gradients(context.rank, step)).backward()
-            means.append({n: p.grad.clone() for n, p in model.named_parameters()})
-        return means
+        return means_of_steps(wrapped, partial(gradients, context.rank), steps)
 
     means_of(range(before))
     saved: list[Any] = [None] * context.world_size
