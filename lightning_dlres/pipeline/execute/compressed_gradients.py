@@ -25,7 +25,7 @@ from lightning_dlres.core.errors import PeerError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.execute.gradients import GradientBucket, GradientSync
 from lightning_dlres.pipeline.execute.replica_compression import ReplicaCompression, flags_name
-from lightning_dlres.pipeline.stage.stage import GradientBuffer
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
 
 # Seconds to wait, after a connection broke, for `check` to raise the reason.
 _REASON_SECONDS = 1.0

@@ -22,7 +22,7 @@ from lightning_dlres.core.comm.collectives import wait_for_collective
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.execute.partition import Owners
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.pipeline.stage.stage import GradientBuffer
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
 
 # Size in bytes at which a bucket is full. Smaller buckets start earlier and take more messages.
 BUCKET_BYTES = 4 << 20

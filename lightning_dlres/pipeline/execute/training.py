@@ -21,17 +21,20 @@ from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Action, Op, Schedule
 from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer, Gradients, storage_id
 from lightning_dlres.pipeline.stage.microbatch import cut, join_if_alike, share
-from lightning_dlres.pipeline.stage.stage import (
-    GradientBuffer,
-    Gradients,
-    inplace_safe_aliases,
-    storage_id,
-)
+from lightning_dlres.pipeline.stage.stage import inplace_safe_aliases
 
 
 class UserStep(Protocol):
-    """One training step of user code, as the pipeline calls it."""
+    """One training step of user code, as the pipeline calls it.
+
+    Attributes:
+        before_gradient_access: Called before the user's code reads or replaces a parameter's
+            `.grad` in `finish`, which may be a sum of this step.
+    """
+
+    before_gradient_access: Callable[[], None] | None
 
     def module_inputs(self) -> Tree:
         """Run the step up to the module's call, and return the module's inputs.
@@ -97,10 +100,9 @@ class TrainingStep:
         self.runtime, self.user, self.schedule = runtime, user, schedule
         self.seed, self.scale = seed, scale
         self.stage, self.sync = runtime.stage, runtime.sync
+        self.buffer = GradientBuffer(keeps_grad=True)
         # Between two backwards, user code runs only for the loss of a micro-batch.
-        self.buffer = GradientBuffer(
-            keeps_grad=schedule.whole_batch_loss or not runtime.is_last,
-        )
+        user.before_gradient_access = self.buffer.give_back
         # By micro-batch, until they are used or sent: inputs and outputs of the stage, and the
         # gradients of its outputs before backward, and of its inputs afterwards.
         self.inputs: dict[int, Tree] = {}

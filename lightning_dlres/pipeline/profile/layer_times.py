@@ -38,8 +38,9 @@ from lightning_dlres.pipeline.profile.layer_sizes import (
     bytes_of,
     sizes_without_storage,
 )
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
 from lightning_dlres.pipeline.stage.initialise import initialised_copy
-from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
+from lightning_dlres.pipeline.stage.stage import Stage
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ and the buffers of its first run, so that the gradients are the same to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,12 +28,12 @@ from lightning_dlres.pipeline.stage.buffer_states import (
     buffers_replaced,
     snapshot_buffers,
 )
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
 
 Layer = Callable[[Tree], Tree]
 # Runs layers, given as their range in the whole model, on an input tree. It calls the function with
 # the index of each layer before it runs.
 Chain = Callable[[range, Tree, Callable[[int], None]], Tree]
-Gradients = dict[nn.Parameter, Tensor]
 
 
 @dataclass
@@ -340,96 +340,3 @@ def _has_known_leaves_only(record: _RunRecord, parameters: Sequence[nn.Parameter
             return False
         pending += [next_node for next_node, _ in node.next_functions]
     return True
-
-
-class GradientBuffer:
-    """Sums of gradients over micro-batches.
-
-    The buffer never writes to a tensor that autograd may share with another parameter.
-
-    Args:
-        keeps_grad: True leaves the sums in the parameters' `.grad` after `as_grad`, until
-            `give_back`. That saves time for each micro-batch, if no user code runs in between.
-    """
-
-    def __init__(self, *, keeps_grad: bool = False) -> None:
-        # The keys are id(parameter). Hashing a tensor is a call of a Python function, which would
-        # be slow here: every micro-batch looks up every parameter.
-        self._sums: dict[int, Tensor] = {}
-        self._parameters: dict[int, nn.Parameter] = {}
-        # By id(parameter): parameters whose sum only this buffer holds, so that `add` may change it
-        # in place.
-        self._owned: set[int] = set()
-        # `storage_id` of every tensor that became a sum since `pop_new_storages`.
-        self._new_storages: set[int] = set()
-        self._keeps_grad = keeps_grad
-        # By id(parameter): parameters whose `.grad` is their sum now, each with its previous one.
-        self._borrowed: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
-
-    @property
-    def gradients(self) -> Gradients:
-        """Sum of each parameter's gradients; without parameters that have none."""
-        return {self._parameters[key]: total for key, total in self._sums.items()}
-
-    @contextmanager
-    def as_grad(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Context manager that makes the sums the parameters' `.grad`.
-
-        Autograd then adds each gradient as soon as it has computed it, and need not hold all of
-        them at once. The previous `.grad` comes back afterwards, or in `give_back`.
-        """
-        for parameter in parameters:
-            if id(parameter) not in self._borrowed:
-                self._borrowed[id(parameter)] = (parameter, parameter.grad)
-                parameter.grad = self._sums.get(id(parameter))
-        try:
-            yield
-        finally:
-            for parameter in parameters:
-                total = parameter.grad
-                if total is not None and total is not self._sums.get(id(parameter)):
-                    self.put(parameter, total)
-                    self._owned.add(id(parameter))
-            if not self._keeps_grad:
-                self.give_back()
-
-    def give_back(self) -> None:
-        """Give the parameters their previous `.grad` back."""
-        for parameter, gradient in self._borrowed.values():
-            parameter.grad = gradient
-        self._borrowed.clear()
-
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient to the parameter's sum."""
-        total = self._sums.get(id(parameter))
-        if total is None:
-            self.put(parameter, gradient)
-        elif id(parameter) in self._owned and not gradient.is_sparse:
-            total.add_(gradient)
-        else:
-            # Torch can add a sparse tensor to a dense one, but not the other way round.
-            sparse_first = total.is_sparse and not gradient.is_sparse
-            self.put(parameter, gradient + total if sparse_first else total + gradient)
-            self._owned.add(id(parameter))
-
-    def put(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Replace the parameter's sum by this tensor."""
-        self._sums[id(parameter)], self._parameters[id(parameter)] = total, parameter
-        self._new_storages.add(storage_id(total))
-
-    def pop(self, parameter: nn.Parameter) -> Tensor | None:
-        """Remove the parameter's sum and return it; None if there is none."""
-        self._owned.discard(id(parameter))
-        if id(parameter) in self._borrowed:
-            parameter.grad = None
-        return self._sums.pop(id(parameter), None)
-
-    def pop_new_storages(self) -> set[int]:
-        """Return the `storage_id` of every tensor that became a sum since the last call."""
-        new, self._new_storages = self._new_storages, set()
-        return new
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Return a number that is equal for strided tensors that share storage."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)

@@ -25,7 +25,7 @@ from lightning_dlres.pipeline.execute.gradients import make_groups
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.execute.replica_compression import ReplicaCompression
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, consecutive_replicas
-from lightning_dlres.pipeline.stage.stage import GradientBuffer
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
 from tests.support.rank_pool import RankContext, RankPool
 
 # Gradients of at least this size are compressed here: those of weights.

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import hooks_suspended
 from lightning_dlres.pipeline.execute.training import with_gradients
-from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
+from lightning_dlres.pipeline.stage.stage import Stage
 
 
 def parameters(count: int = 2) -> list[nn.Parameter]:

@@ -17,7 +17,8 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.execute.gradients import GradientSync, make_groups
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, consecutive_replicas
-from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
+from lightning_dlres.pipeline.stage.stage import Stage
 from tests.support.rank_pool import RankContext, RankPool
 
 SECONDS = 20.0

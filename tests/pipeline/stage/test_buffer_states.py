@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core.wire.tree import Tree, tensors_of
-from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
+from lightning_dlres.pipeline.stage.stage import Stage
 
 CPU = torch.device("cpu")
 

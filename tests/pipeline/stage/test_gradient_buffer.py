@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.pipeline.stage.stage import GradientBuffer
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
 
 
 def test_the_buffer_never_writes_to_gradients_that_share_storage() -> None:
@@ -44,6 +44,48 @@ def test_sparse_gradients_are_summed() -> None:
 
 def test_a_dense_gradient_can_follow_a_sparse_one() -> None:
     assert float(total_of(sparse(), torch.ones(3, 2)).sum()) == 8.0
+
+
+def test_autograd_never_writes_to_a_sum_that_was_put_in() -> None:
+    parameter, shared, buffer = nn.Parameter(torch.ones(3)), torch.ones(3), GradientBuffer()
+    buffer.add(parameter, shared)
+    with buffer.as_grad([parameter]):
+        (2 * parameter.sum()).backward()  # type: ignore[no-untyped-call]
+    assert shared.tolist() == [1.0] * 3
+    assert buffer.gradients[parameter].tolist() == [3.0] * 3
+
+
+def test_a_sum_can_change_while_it_is_lent() -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    buffer, total = GradientBuffer(keeps_grad=True), torch.full((3,), 5.0)
+    for _ in range(2):
+        with buffer.as_grad([first, second]):
+            (first.sum() + second.sum()).backward()  # type: ignore[no-untyped-call]
+    buffer.add(first, torch.ones(3))
+    buffer.put(second, total)
+    for _ in range(2):
+        with buffer.as_grad([first, second]):
+            (first.sum() + second.sum()).backward()  # type: ignore[no-untyped-call]
+    # A hook of a layer may replace a gradient.
+    first.grad = 10 * first.grad if first.grad is not None else None
+    buffer.give_back()
+    assert first.grad is None
+    assert second.grad is None
+    assert total.tolist() == [5.0] * 3
+    assert buffer.gradients[first].tolist() == [50.0] * 3
+    assert buffer.gradients[second].tolist() == [7.0] * 3
+
+
+def test_only_new_sums_are_reported_as_new_storages() -> None:
+    parameter, buffer = nn.Parameter(torch.ones(3)), GradientBuffer(keeps_grad=True)
+    counts = []
+    for _ in range(3):
+        with buffer.as_grad([parameter]):
+            parameter.sum().backward()  # type: ignore[no-untyped-call]
+        counts.append(len(buffer.pop_new_storages()))
+    buffer.give_back()
+    assert counts == [1, 0, 0]
+    assert buffer.gradients[parameter].tolist() == [3.0] * 3
 
 
 @pytest.mark.parametrize("keeps_grad", [False, True])

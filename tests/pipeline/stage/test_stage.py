@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dlres.core.rng import derive_seed, forked
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
-from lightning_dlres.pipeline.stage.stage import GradientBuffer, Gradients, Stage
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer, Gradients
+from lightning_dlres.pipeline.stage.stage import Stage
 
 CPU = torch.device("cpu")
 SEED = 11

@@ -1,4 +1,4 @@
-"""Old gradients are dropped before new ones are computed, unless user code reads them. A step
+"""Old gradients are dropped before new ones are computed, unless hooks may read them. A step
 leaves no tensors that only the garbage collector for cycles would free."""
 
 from __future__ import annotations
@@ -6,11 +6,13 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from torch.optim import Optimizer
 
 from lightning_dlres.pipeline.execute.training import TrainingStep
-from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
+from lightning_dlres.pipeline.stage.stage import Stage
 from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import may_drop_old_gradients
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 from tests.support.models import QUIET
@@ -42,6 +44,21 @@ class NeverZeroes(Classifier):
             optimizer.zero_grad()
 
 
+class LogsOldGradients(Classifier):
+    """Model whose step reads gradients of earlier batches, between backwards of micro-batches.
+
+    The weight belongs to the last stage, which runs this part of the step.
+    """
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        old = self.net[4].weight.grad
+        self.log(
+            "old", torch.zeros(()) if old is None else old.norm(), on_step=False, on_epoch=True
+        )
+        return loss
+
+
 class MayReadGradients(Callback):
     """Callback with a hook that could read old gradients."""
 
@@ -52,6 +69,9 @@ class MayReadGradients(Callback):
 CASES = {
     "seen in a hook": Case(SeesGradients),
     "zeroed now and then": Case(NeverZeroes),
+    "read in the step": Case(
+        LogsOldGradients, "1f1b", trainer={"accumulate_grad_batches": 3}, expected_schedule="1f1b"
+    ),
     "accumulated": Case(Classifier, trainer={"accumulate_grad_batches": 3}),
 }
 

@@ -51,9 +51,12 @@ class NormaliserRecorder(PipelinedWeightGuard):
     """
 
     def __init__(
-        self, layer_tensors: LayerTensors | None = None, module: nn.Module | None = None
+        self,
+        layer_tensors: LayerTensors | None = None,
+        module: nn.Module | None = None,
+        before_gradient_access: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(layer_tensors, module)
+        super().__init__(layer_tensors, module, before_gradient_access)
         self.normalisers: list[Tensor | float] = []
         # Results without a gradient that a scalar tensor has scaled, such as mask / mask.sum(), and
         # the scalars, by id of the result. The loss may be multiplied by such a result later.

@@ -27,6 +27,8 @@ VALUE_FREE_OPERATIONS = {
     *("numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex"),
     *("get_device", "register_hook", "requires_grad_", "is_contiguous"),
 }
+# Names of the functions that read, write and delete an attribute of a tensor.
+_ACCESSES = {"__get__", "__set__", "__delete__"}
 
 
 class PipelinedWeightGuard(TorchFunctionMode):
@@ -39,17 +41,22 @@ class PipelinedWeightGuard(TorchFunctionMode):
     Args:
         layer_tensors: The tensors that layers made; None for none.
         module: The LightningModule, whose names of parameters errors show; None for no names.
+        before_gradient_access: Called before the step reads or replaces a tensor's `.grad`; None
+            for no call.
 
     Raises:
         UnsupportedStepError: If the step makes such an operation; raised by the operation.
     """
 
     def __init__(
-        self, layer_tensors: LayerTensors | None = None, module: nn.Module | None = None
+        self,
+        layer_tensors: LayerTensors | None = None,
+        module: nn.Module | None = None,
+        before_gradient_access: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self.layer_tensors = layer_tensors if layer_tensors is not None else LayerTensors()
-        self._module = module
+        self._module, self._before_gradient_access = module, before_gradient_access
         self._module_inputs: Sequence[Tensor] = ()
         self._module_outputs: Sequence[Tensor] = ()
 
@@ -74,6 +81,8 @@ class PipelinedWeightGuard(TorchFunctionMode):
                 layer = self.layer_tensors.layer_within((*args, *kwargs.values()))
                 if layer is not None:
                     raise layer_tensor_error(layer, f"in {name}")
+        elif self._before_gradient_access is not None and _accesses_gradient(function, name):
+            self._before_gradient_access()
         if function is torch.autograd.grad:
             outputs, inputs = (tensors_of(list(argument)) for argument in args[:2])
             if _depends(self._module_inputs, inputs) and _depends(outputs, self._module_outputs):
@@ -239,6 +248,10 @@ def _gradient_through_layers_error() -> UnsupportedStepError:
         "module, as a gradient penalty on its input does. Layers run on their stage's rank, before "
         "the rest of the step, so that there is no such gradient. Train such a model on one device."
     )
+
+
+def _accesses_gradient(function: Callable[..., Any], name: str) -> bool:
+    return name in _ACCESSES and getattr(function, "__self__", None) is Tensor.grad
 
 
 def _meta_tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -72,6 +72,8 @@ class LightningStep:
         operations: For every run on a micro-batch, the operations that compute its loss, as text.
         finite: For every gradient of a tensor in a micro-batch's output, a boolean scalar tensor:
             True if all of the gradient is finite.
+        before_gradient_access: Called before `training_step` reads or replaces a `.grad`, if it is
+            not None.
     """
 
     context: StepContext
@@ -84,6 +86,7 @@ class LightningStep:
     normalisers: list[list[float]] = field(default_factory=list)
     operations: list[str] = field(default_factory=list)
     finite: list[Tensor] = field(default_factory=list)
+    before_gradient_access: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         context = self.context
@@ -255,7 +258,8 @@ class LightningStep:
             raise UnsupportedStepError(error)
 
     def _guard(self, kind: type[Guard]) -> Guard:
-        return kind(self.context.layer_tensors, self.context.module)
+        context = self.context
+        return kind(context.layer_tensors, context.module, self.before_gradient_access)
 
     @contextmanager
     def _user_code(self, guard: PipelinedWeightGuard) -> Iterator[None]:

@@ -222,12 +222,9 @@ class IsolatedState:
         # Values of the diff that is being made: pairs to fill in, with arguments of `_encoded`.
         self._pending: list[tuple[list[Any], str, Any, Any]] = []
         self.unsendable: dict[tuple[str, Any], Any] = {}
-        # Tuples are included because they may hold tensors.
-        copied = [
-            state
-            for state in states
-            if any(kind in COPIED_TYPES or issubclass(kind, tuple) for kind in state.types)
-        ]
+        # States that `diff` could not rule out; None before.
+        self._changed: list[ObjectState] | None = None
+        copied = [state for state in states if state.holds_copied]
         values = [value for state in copied for value in self._copied_values(state)]
         self._copies.prepare(values, buffers)
         for state in copied:
@@ -244,9 +241,9 @@ class IsolatedState:
     def diff(self) -> Tree:
         """Return the changes of the run, by path; see `attribute_changes` for their form."""
         changes = {}
-        self._pending = []
-        for state in self._states:
-            change = None if state.is_surely_unchanged() else self._change_of(state)
+        self._pending, self._changed = [], self._possibly_changed()
+        for state in self._changed:
+            change = self._change_of(state)
             if change is not None:
                 changes[state.path] = change
         return changes | self._encode_pending()
@@ -254,18 +251,21 @@ class IsolatedState:
     def restore(self, layer_tensors: LayerTensors | None = None) -> None:
         """Write the content from before the run back into every object.
 
+        After `diff`, no user code may run before this.
+
         Args:
             layer_tensors: Tensors that layers made during this run. If a hook stored one as an
                 attribute, the attribute keeps it, so that a later use of it is noticed.
         """
-        for state in self._states:
-            if state.is_surely_unchanged():
-                continue
+        for state in self._possibly_changed() if self._changed is None else self._changed:
             if layer_tensors and state.kind in NAMED_KINDS:
                 for name, value in read_content(state.owner, state.kind).items():
                     if isinstance(value, Tensor) and layer_tensors.layer_of(value) is not None:
                         state.content[name] = value
             state.write(state.content)
+
+    def _possibly_changed(self) -> list[ObjectState]:
+        return [state for state in self._states if not state.is_surely_unchanged()]
 
     def _copied_content(self, state: ObjectState) -> Any:
         path, is_setting = state.path, state.kind == "settings"

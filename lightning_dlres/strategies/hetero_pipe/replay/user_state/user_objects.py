@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
@@ -90,6 +90,7 @@ class ObjectState:
         content: The state. Named kinds have a dict, sequences a list, sets a set, and random
             generators the state of the generator.
         types: Types of the values in `content`.
+        holds_copied: Whether a value in `content` is of `COPIED_TYPES`, also within a tuple.
         names: All attribute names of the object, including those that `content` leaves out; empty
             for kinds without attributes.
         values: Values of `names`, in the same order. For a set, its members in its own order.
@@ -100,6 +101,7 @@ class ObjectState:
     kind: str
     content: Any
     types: frozenset[type] = frozenset()
+    holds_copied: bool = False
     names: tuple[str, ...] = ()
     values: tuple[Any, ...] = ()
 
@@ -109,14 +111,15 @@ class ObjectState:
         content = read_content(owner, kind)
         values = content.values() if kind in NAMED_KINDS else content
         types = frozenset(() if kind in ("random", "set") else map(type, values))
-        if kind == "set":
-            return ObjectState(path, owner, kind, content, types, values=tuple(owner))
-        if kind not in _KINDS_WITH_ATTRIBUTES:
-            return ObjectState(path, owner, kind, content, types)
-        namespace = namespace_of(owner)
-        return ObjectState(
-            path, owner, kind, content, types, tuple(namespace), tuple(namespace.values())
+        state = partial(
+            ObjectState, path, owner, kind, content, types, _holds_copied(values, types)
         )
+        if kind == "set":
+            return state(values=tuple(owner))
+        if kind not in _KINDS_WITH_ATTRIBUTES:
+            return state()
+        namespace = namespace_of(owner)
+        return state(tuple(namespace), tuple(namespace.values()))
 
     def is_surely_unchanged(self) -> bool:
         """Return whether a quick comparison proves that the object has not changed.
@@ -124,9 +127,9 @@ class ObjectState:
         False also stands for "unknown": a tensor may have changed in place, or an equal value may
         have taken the place of a number.
         """
-        # Identity proves that nothing changed, since values of these types are immutable. Equality
-        # would not prove it: 0, False and -0.0 are equal.
-        return self.types <= _QUICK_TYPES and self.kind != "random" and self.holds_same_objects()
+        # Identity proves that nothing changed: an object that is not immutable has a state of its
+        # own, or belongs to a library. Equality would not prove it: 0, False and -0.0 are equal.
+        return not self.holds_copied and self.holds_same_objects()
 
     def holds_same_objects(self) -> bool:
         """Return whether the object holds the very objects that it held, in the same order.
@@ -350,6 +353,21 @@ def _write_names(owner: Any, kind: str, content: dict[Any, Any]) -> None:
     if kind == "dict" and not are_identical(namespace, content):
         namespace.clear()
         namespace.update(content)
+
+
+def _holds_copied(values: Iterable[Any], types: frozenset[type]) -> bool:
+    """Return whether a value is of `COPIED_TYPES`, also within a tuple.
+
+    Args:
+        values: The values.
+        types: Their types.
+    """
+    if not COPIED_TYPES.isdisjoint(types):
+        return True
+    if not any(issubclass(kind, tuple) for kind in types):
+        return False
+    items = [value for value in values if isinstance(value, tuple)]
+    return any(_holds_copied(item, frozenset(map(type, item))) for item in items)
 
 
 def _is_setting(value: Any) -> bool:
