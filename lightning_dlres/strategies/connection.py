@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,12 +17,14 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_dlres.core.checks import instance, one_of
 from lightning_dlres.core.comm.collectives import (
+    REASON_SECONDS,
     all_ranks,
     any_rank,
     broadcast_flags,
     broadcast_tree,
     gather_numbers,
     no_check,
+    wait_for_reason,
 )
 from lightning_dlres.core.comm.liveness import Watch
 from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
@@ -36,10 +37,6 @@ from lightning_dlres.core.wire.tree import Tree
 _TIMEOUT_AFTER_FAILURE_SECONDS = 10.0
 # Longest wait for the watch's connections at the start, in seconds.
 _WATCH_DEADLINE_SECONDS = 30.0
-# Longest wait for the watch to notice the rank that broke a collective, in seconds. A rank that
-# hangs may break a collective a few heartbeats before the watch's deadline.
-_REASON_SECONDS = 5.0
-_POLL_SECONDS = 0.02
 # Parts of the messages of errors that torch's collectives raise when a rank is lost or late.
 _SIGNS_OF_A_LOST_RANK = ("gloo", "pair closure", "NCCL")
 
@@ -194,13 +191,10 @@ class Connection:
         is another one. Waits for some seconds for the watch to notice the failure."""
         if isinstance(error, PeerError) or not _is_of_a_collective(error):
             return error
-        deadline = time.monotonic() + min(self.timeout, _REASON_SECONDS)
-        while time.monotonic() < deadline:
-            try:
-                self.check()
-            except PeerLostError as reason:
-                return reason
-            time.sleep(_POLL_SECONDS)
+        try:
+            wait_for_reason(self.check, min(self.timeout, REASON_SECONDS))
+        except PeerLostError as reason:
+            return reason
         return PeerLostError(f"A rank was lost or late in a collective call: {error}")
 
     def shorten_timeout(self) -> None:

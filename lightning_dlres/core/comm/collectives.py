@@ -22,6 +22,11 @@ Check = Callable[[], None]
 
 # Seconds that a collective may still take after a rank is known to have failed.
 _AFTER_FAILURE_SECONDS = 0.5
+# Longest wait for the watch to notice the rank that broke a collective, in seconds. A rank that
+# hangs may break a collective a few heartbeats before the watch's deadline.
+REASON_SECONDS = 5.0
+# Pause between two calls of a check in this wait, in seconds.
+_POLL_SECONDS = 0.02
 
 
 def no_check() -> None:
@@ -212,7 +217,25 @@ def wait_for_collective(
     try:
         work.wait()
     except RuntimeError as error:
+        wait_for_reason(check, REASON_SECONDS)
         raise PeerLostError(f"A rank was lost while this one waited for {what}: {error}") from error
+
+
+def wait_for_reason(check: Check, seconds: float) -> None:
+    """Give `check` some time to raise the reason of a broken connection.
+
+    A failing rank announces the reason to all ranks (see `liveness`) before its connection breaks,
+    and the watch finds a killed one within some heartbeats. The reason is a better error than the
+    broken connection, which names no rank, or one that has stopped because of the failure.
+
+    Args:
+        check: Function described at `Check`.
+        seconds: Time that it gets.
+    """
+    deadline = time.monotonic() + seconds
+    while check is not no_check and time.monotonic() < deadline:
+        check()
+        time.sleep(_POLL_SECONDS)
 
 
 def _completes_within(work: Any, seconds: float) -> bool:

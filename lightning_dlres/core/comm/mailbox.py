@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_dlres.core.comm import channel_ends
 from lightning_dlres.core.comm.abandoned_threads import abandon
 from lightning_dlres.core.comm.channel_ends import ChannelLink, ChannelReceiver, ChannelSender
+from lightning_dlres.core.comm.collectives import wait_for_reason
 from lightning_dlres.core.errors import PeerLostError, PeerTimeoutError, ProtocolError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire import payload
@@ -269,7 +270,7 @@ class Mailbox:
                         f"message came. {self._explanation or advice}"
                     ) from None
         if isinstance(item, BaseException):
-            self._wait_for_reason()
+            wait_for_reason(self.check, _REASON_SECONDS)
             raise PeerLostError(
                 f"{own_name} lost {peer} while it waited for {what}: {item}"
             ) from item
@@ -367,14 +368,3 @@ class Mailbox:
         self._receiving_ends.clear()
         self._senders.clear()
         self._receivers.clear()
-
-    def _wait_for_reason(self) -> None:
-        """Give `check` some time to raise the reason of a broken connection.
-
-        A failing peer announces the reason to all ranks (see `liveness`) before its connection
-        breaks. The reason is a better error than the broken connection.
-        """
-        deadline = time.monotonic() + _REASON_SECONDS
-        while time.monotonic() < deadline:
-            self.check()
-            time.sleep(_POLL_SECONDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import count
 from typing import Any
 
@@ -152,6 +152,9 @@ class SegmentRun(SegmentState, GlueMode):
 
     def _run(self, args: Any, kwargs: Any) -> Tree:
         self._glue, self._decisions, self._opening_names = 0, list[Any](), list[str]()
+        # Class of the signal that has ended the user's code. The signal itself would keep all
+        # frames that it has passed, with their tensors.
+        self._signal: type[BaseException] | None = None
         self._num_calls = [0] * len(self._blocks)
         # By id: tensors that a function of the user's takes for its result, and received ones.
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
@@ -164,19 +167,19 @@ class SegmentRun(SegmentState, GlueMode):
             # None of the layers is called in this mode of the module.
             self._decisions = list(self._given)
             return self._crossing()
-        is_stopped = False
         with self._step() if self._step else nullcontext(self._module.forward) as code:
             # Only now is this the innermost mode.
             self.set_active(True)
             try:
-                with calls_replaced(dict(enumerate(self._blocks)), self._call):
+                with suppress(_Stop), calls_replaced(dict(enumerate(self._blocks)), self._call):
                     output = code(*args, **kwargs)
-            except _Stop:
-                is_stopped = True
             finally:
                 self.set_active(False)
-        if is_stopped:
+        if self._signal is _Stop:
             return self._crossing()
+        if self._signal is not None:
+            # The user's code has caught it.
+            raise self._signal()
         if self._is_other_path:
             raise self._other_path("other tensors from the last layer")
         if self._is_prefix:
@@ -190,8 +193,9 @@ class SegmentRun(SegmentState, GlueMode):
         return map_tensors(self._own_result, output) if self._own else output
 
     def _call(self, layer: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        if layer >= self._layers.stop and not (self._is_last or self._is_repeating):
-            raise _Stop
+        is_beyond = layer >= self._layers.stop and not (self._is_last or self._is_repeating)
+        if is_beyond or self._signal is not None:
+            raise self._left_by(self._signal or _Stop)
         # Nothing in here is glue.
         self.set_active(False)
         self._in_prefix = False
@@ -205,7 +209,7 @@ class SegmentRun(SegmentState, GlueMode):
         if layer not in self._layers:
             if is_final and not (self._is_last or self._is_repeating):
                 # None of the layers is called in this mode of the module.
-                raise _Stop
+                raise self._left_by(_Stop)
             output = self._rebuilt(self._skeleton_of(layer, call), BLOCK, call)
             self._is_live = is_final
             if is_final and self._step:
@@ -225,7 +229,7 @@ class SegmentRun(SegmentState, GlueMode):
             if self._is_repeating:
                 self._check_sizes(call, output)
             if is_final or (BLOCK, call) == self._stop_at:
-                raise _Stop
+                raise self._left_by(_Stop)
         finally:
             self.set_active(True)
         return output
@@ -256,6 +260,8 @@ class SegmentRun(SegmentState, GlueMode):
         if is_metadata(name, args, kwargs):
             # Placeholders have it, too.
             return function(*args, **kwargs)
+        if self._signal is not None:
+            return self._run_unused(function, args, kwargs)
         if self._is_last and self._is_live:
             self._refuse_placeholders(name, (args, kwargs))
             return function(*args, **kwargs)
@@ -286,8 +292,26 @@ class SegmentRun(SegmentState, GlueMode):
                     result = result if given is None else given
                 self._decisions.append(plain(result))
         if (GLUE, index) == self._stop_at:
-            raise _Stop
+            raise self._left_by(_Stop)
         return result
+
+    def _left_by(self, signal: type[BaseException]) -> BaseException:
+        """Return a new signal, which ends the user's code from here on."""
+        self._signal = signal
+        return signal()
+
+    def _run_unused(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation of code that a signal leaves, such as a `finally` clause.
+
+        It may restore a setting, as the end of `no_grad` does. Other results are not used. So it
+        writes to copies, and its errors do not count.
+        """
+        args, kwargs = replaced(torch.clone, (args, kwargs))
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            assert self._signal is not None
+            raise self._signal() from None
 
     def _refuse_placeholders(self, use: str, data: Any) -> None:
         """Refuse tensors without data in the code after all layers."""
@@ -379,5 +403,5 @@ class SegmentRun(SegmentState, GlueMode):
         number = len(self._decisions)
         self._decisions.append(plain(result))
         if plain(result) != self._trace.decisions[number]:
-            raise _OtherDecision
+            raise self._left_by(_OtherDecision)
         return result

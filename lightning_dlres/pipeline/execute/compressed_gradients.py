@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dlres.core.comm.collectives import wait_for_reason
 from lightning_dlres.core.errors import PeerError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.execute.gradients import GradientBucket, GradientSync
@@ -29,8 +30,6 @@ from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
 
 # Seconds to wait, after a connection broke, for `check` to raise the reason.
 _REASON_SECONDS = 1.0
-# Seconds between two calls of `check` during this wait.
-_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -181,11 +180,9 @@ class CompressedGradientSync(GradientSync):
         A failing rank announces the reason to all ranks. That is a better error: the connection may
         be to another rank, which stopped because of the failure.
         """
-        deadline = time.monotonic() + _REASON_SECONDS
-        while isinstance(error, PeerLostError) and time.monotonic() < deadline:
+        if isinstance(error, PeerLostError):
             try:
-                self._check()
+                wait_for_reason(self._check, _REASON_SECONDS)
             except PeerError as reason:
                 return reason
-            time.sleep(_POLL_SECONDS)
         return error

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_dlres.core._compat import fake_tensor_mode, storage_key
 from lightning_dlres.core.device.live_bytes import LiveBytes
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of, unflatten
+from lightning_dlres.pipeline.stage.module_attributes import copies_of_results
 from lightning_dlres.pipeline.stage.stage import inplace_safe_aliases
 
 # Takes a layer's index and its module or a copy of it; returns the layer. Layers of equal modules
@@ -110,7 +111,7 @@ def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, i
     """
     device, saved, live = call.device, SavedTensorBytes(), LiveBytes()
     # Memo of `deepcopy`: it replaces the module's tensors, given by their id, with FakeTensors.
-    fakes: dict[int, Any] = {}
+    fakes: dict[int, Any] = {**copies_of_results(call.module)}
     with fake_tensor_mode() as mode:
         for tensor in (*call.module.parameters(), *call.module.buffers()):
             fakes[id(tensor)] = _as_parameter_like(tensor, _empty_like(tensor, device))

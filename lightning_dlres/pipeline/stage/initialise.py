@@ -18,6 +18,7 @@ from lightning_dlres.pipeline.deferred.values import (
     share_deferred,
     stand_in_values,
 )
+from lightning_dlres.pipeline.stage.module_attributes import copies_of_results
 from lightning_dlres.pipeline.stage.remote_parameters import class_on_holder
 
 
@@ -99,7 +100,7 @@ def initialised_copy(module: nn.Module, device: torch.device) -> nn.Module:
         ConfigError: If a module in it has meta tensors that are not deferred, but no
             `reset_parameters`.
     """
-    module_copy = copy.deepcopy(module)
+    module_copy = copy.deepcopy(module, copies_of_results(module))
     share_deferred(module, module_copy)
     with forked(device):
         for name, child in module_copy.named_modules():

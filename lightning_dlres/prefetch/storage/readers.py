@@ -287,6 +287,12 @@ class Reader:
         ):
             if isinstance(data, OSError):
                 raise self._read_error(sample_id, piece, data) from data
+            if len(data) > piece.length and not piece.is_whole:
+                raise StorageError(
+                    f"{self._describe(sample_id)}: got more than the {piece.length} bytes of "
+                    f"{piece.path} that were asked for. The server seems to ignore byte ranges: "
+                    "use one that answers them, or serve the folder of samples itself."
+                )
             if len(data) != piece.length:
                 more = "more than " if len(data) > piece.length else f"{len(data)} bytes of "
                 raise StorageError(

@@ -14,6 +14,7 @@ from lightning_dlres.core.comm.collectives import (
     broadcast_tree,
     gather_bytes,
     gather_numbers,
+    no_check,
     wait_for_collective,
 )
 from lightning_dlres.core.errors import ConfigError, PeerLostError, PeerTimeoutError
@@ -142,4 +143,15 @@ def test_a_known_failure_ends_the_wait_unless_the_collective_completes() -> None
 def test_a_broken_connection_of_a_collective_is_a_lost_peer() -> None:
     broken = Work(0, RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
     with pytest.raises(PeerLostError, match="waited for the gradients"):
-        wait_for_collective(broken, "the gradients", SECONDS, no_failure)
+        wait_for_collective(broken, "the gradients", SECONDS, no_check)
+
+
+def test_the_rank_that_broke_a_collective_is_named_once_it_is_known() -> None:
+    broken, calls = Work(0, RuntimeError("Connection closed by peer")), iter(range(10))
+
+    def raise_lost_later() -> None:
+        if next(calls) == 3:
+            raise PeerLostError("rank 1 is gone")
+
+    with pytest.raises(PeerLostError, match="rank 1 is gone"):
+        wait_for_collective(broken, "the gradients", SECONDS, raise_lost_later)

@@ -146,6 +146,14 @@ def test_a_folder_of_a_web_server_is_read(web: tuple[str, threading.Event]) -> N
     assert keys_of(reader) == [f"sample {sample_id:03d}.bin" for sample_id in range(50, SAMPLES)]
 
 
+def test_a_web_server_that_ignores_byte_ranges_is_named_as_the_reason(
+    folder: Path, web: tuple[str, threading.Event]
+) -> None:
+    put(folder / "part1", folder / "store")
+    with pytest.raises(StorageError, match=r"more than the \d+ bytes .*ignore byte ranges"):
+        open_reader(web[0].replace("part1", "store")).read(np.array([1], dtype=np.uint32))
+
+
 def test_names_on_web_pages_stay_quoted_if_they_are_not_utf8_or_contain_a_slash() -> None:
     names = ["%C3%BC%2520.bin", "%FF.bin", "a%2Fb.bin"]
     assert [*map(listings._web_key, names)] == ["\u00fc%20.bin", *names[1:]]

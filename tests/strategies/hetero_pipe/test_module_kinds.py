@@ -108,6 +108,22 @@ class WithRecurrent(Classifier):
         self.net = nn.Sequential(nn.Linear(16, 16), Recurrent(), Recurrent(), nn.Tanh(), lstm)
 
 
+class WithOldNorms(Classifier):
+    """Classifier with weights that hooks compute anew in each forward, as no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        norm = nn.utils.weight_norm
+        self.net = nn.Sequential(
+            norm(nn.Linear(16, 12)),  # type: ignore[no-untyped-call]
+            nn.Tanh(),
+            nn.Linear(12, 12),
+            nn.Tanh(),
+            norm(nn.Linear(12, 5)),  # type: ignore[no-untyped-call]
+        )
+
+
 class LastState(nn.Module):
     """Layer that takes the last state from the output of an LSTM."""
 
@@ -144,6 +160,7 @@ class WithComplex(Classifier):
 KINDS = {
     "complex": Case(WithComplex, trainer={"gradient_clip_val": 0.05}),
     "recurrent": Case(WithRecurrent),
+    "old weight norms": Case(WithOldNorms, options={"plan": None}),
     "subclass": Case(lambda: Kind(Named)),
     "list": Case(lambda: Kind(SelfCalling)),
 }

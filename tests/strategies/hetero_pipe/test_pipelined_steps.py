@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -264,6 +266,32 @@ class TwoHeads(Autoencoder):
         self.observed.append(float(self.classes(self.trunk(batch[0])).sum()))
 
 
+class Teacher(Autoencoder):
+    """Step that calls its first module without gradients, in clauses that run code at their end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, FEATURES))
+        self.teacher.requires_grad_(False)
+        self.calls, self.total = {"teacher": 0}, torch.zeros(())
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.calls["teacher"] += 1
+            self.total += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with self.counted(), torch.no_grad():
+            target = self.teacher(batch[0])
+        return F.mse_loss(self.decoder(self.encoder(batch[0])), target)
+
+    def on_train_end(self) -> None:
+        self.observed += [self.calls["teacher"], float(self.total)]
+
+
 def cases(stages: int) -> dict[str, Case]:
     kinds = (
         Autoencoder,
@@ -274,6 +302,7 @@ def cases(stages: int) -> dict[str, Case]:
         TwoHeads,
         TwoViews,
         ViewsInOne,
+        Teacher,
         ChangesItsInput,
         Later,
     )

@@ -42,7 +42,7 @@ def undo_sharding(loader: Any) -> Callable[[], None]:
     """
     saved: list[tuple[Any, dict[str, Any]]] = []
     for path, value in _objects(loader):
-        attributes = vars(value)
+        attributes = _attributes_of(value)
         if (
             not all(_is_count(attributes.get(name)) for name in _SAMPLER_ATTRIBUTES)
             or attributes["num_replicas"] == 1
@@ -54,7 +54,7 @@ def undo_sharding(loader: Any) -> Callable[[], None]:
 
     def undo() -> None:
         for value, old_attributes in saved:
-            vars(value).update(old_attributes)
+            _attributes_of(value).update(old_attributes)
 
     return undo
 
@@ -101,7 +101,7 @@ def describe(loader: Any) -> list[list[Any]]:
     """
     attributes: list[list[Any]] = []
     for path, value in _objects(loader):
-        for name, content in vars(value).items():
+        for name, content in _attributes_of(value).items():
             if _is_count(content):
                 attributes.append([path, name, content])
             elif _is_sequence(content):
@@ -165,7 +165,7 @@ def _objects(loader: Any) -> Iterator[tuple[str, Any]]:
             children = [(f"[{k!r}]", child) for k, child in list(value.items())[:_MAX_CHILDREN]]
         else:
             yield path, value
-            children = [(f".{name}", child) for name, child in vars(value).items()]
+            children = [(f".{name}", child) for name, child in _attributes_of(value).items()]
         for suffix, child in children:
             if depth < _MAX_DEPTH and id(child) not in seen and _is_searched(child):
                 seen.add(id(child))
@@ -175,16 +175,33 @@ def _objects(loader: Any) -> Iterator[tuple[str, Any]]:
 def _is_searched(value: Any) -> bool:
     if isinstance(value, (list, tuple, dict)):
         return True
+    kind = type(value)
     # A search of Lightning's objects would reach the Trainer. Only its samplers are searched.
-    is_library = type(value).__module__.partition(".")[0] in ("lightning", "threading", "logging")
-    is_sampler = hasattr(value, "num_replicas")
+    is_library = kind.__module__.partition(".")[0] in ("lightning", "threading", "logging")
     return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, (type, Tensor, nn.Module))
-        and not callable(getattr(value, "__get__", None))
-        and (is_sampler or not is_library)
-        and not hasattr(value, "strategy")
+        bool(_attributes_of(value))
+        and not issubclass(kind, (type, Tensor, nn.Module))
+        and not _has(value, "__get__")
+        and (_has(value, "num_replicas") or not is_library)
+        and not _has(value, "strategy")
     )
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """Return an object's own attributes, as the object itself keeps them.
+
+    No code of the user's runs: a `__getattr__` may raise, or ask a server.
+    """
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return attributes if isinstance(attributes, dict) else {}
+
+
+def _has(value: Any, name: str) -> bool:
+    """Return True if an object or its class has an attribute."""
+    return name in _attributes_of(value) or any(name in vars(base) for base in type(value).__mro__)
 
 
 def _is_count(value: Any) -> bool:

@@ -6,6 +6,7 @@ They are changed to read all of it, or an error or a warning names them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed import get_rank, get_world_size
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_dlres import ConfigError, PipelinePlan
-from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
+from lightning_dlres.strategies.hetero_pipe.data.sharding import describe, undo_sharding
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Classifier, trainer_for
 
@@ -213,3 +214,25 @@ def test_data_that_was_divided_before_the_run_is_named(pool: RankPool) -> None:
     for (message,) in pool.run(divided_before, 2):
         assert "DataLoader.dataset" in message
         assert "rank=0, world=2" in message
+
+
+class Proxy:
+    """Object that answers for attributes with an error, as a table or a remote object may do."""
+
+    def __init__(self) -> None:
+        self.names = ["a", "b"]
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def test_the_search_asks_no_code_of_the_users_for_attributes() -> None:
+    dataset = Numbered()
+    dataset.proxy, dataset.libraries = Proxy(), ctypes.cdll  # type: ignore[attr-defined]
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=1)
+    loader = DataLoader(dataset, sampler=sampler, batch_size=5)
+    undo = undo_sharding(loader)
+    assert sampler.num_replicas == 1
+    assert any("proxy" in path for path, *_ in describe(loader))
+    undo()
+    assert sampler.num_replicas == 2
