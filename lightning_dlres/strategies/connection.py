@@ -27,7 +27,7 @@ from lightning_dlres.core.comm.collectives import (
     wait_for_reason,
 )
 from lightning_dlres.core.comm.liveness import Watch
-from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
+from lightning_dlres.core.comm.mailbox import Mailbox, message_group, release_group
 from lightning_dlres.core.errors import ConfigError, PeerError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire.tree import Tree
@@ -134,9 +134,8 @@ class Connection:
         self._failure: str | None = None
         # Count of each signal, by signal number. Used by a run of one rank, which has no watch.
         self._signals: dict[int, int] = {}
-        self._group = dist.new_group(backend="gloo", timeout=LONGER_THAN_ANY_RUN)
+        self._group = message_group()
         self._watch = self._start_watch(names, environment, nodes) if len(names) > 1 else None
-        assert isinstance(self._group, dist.ProcessGroup)
         self.mailbox = Mailbox(
             self._group, self.rank, names, timeout=timeout, check=self.check, tracer=tracer
         )
@@ -250,7 +249,7 @@ class Connection:
         if self._watch is not None:
             self._watch.close()
         if orderly:
-            dist.destroy_process_group(self._group)
+            release_group(self._group)
 
     def _start_watch(self, names: list[str], environment: ClusterEnvironment, nodes: int) -> Watch:
         deadline = min(self.timeout, _WATCH_DEADLINE_SECONDS)

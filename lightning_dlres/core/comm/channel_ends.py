@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from lightning_dlres.core.wire.tree import Tree
 Key = tuple[str | int, ...]
 Item = tuple[Key, Tree] | BaseException
 
+# Timeout of gloo's transfers, and of groups for messages. The mailbox has a shorter one, and its
+# error names the rank that did not answer; gloo's error would name none.
+LONGER_THAN_ANY_RUN = timedelta(days=365)
 # Largest total size of the messages that a sender holds in memory because gloo may still read them.
 # Small beside a stage's activations.
 _UNFINISHED_BYTES = 256 << 10
@@ -184,7 +188,7 @@ class ChannelSender:
     def _wait_sent(self) -> None:
         """Wait until all transfers are complete, and free their memory."""
         for work, _ in self._unfinished:
-            work.wait()
+            work.wait(LONGER_THAN_ANY_RUN)
         self._unfinished.clear()
         self._unfinished_bytes = 0
 
@@ -256,12 +260,12 @@ class ChannelReceiver:
             return self._read(torch.empty(self._frame_bytes, dtype=torch.uint8))
         if self._started_read is None:
             return self._read(self._buffer)
-        self._started_read.wait()
+        self._started_read.wait(LONGER_THAN_ANY_RUN)
         self._started_read = None
         return self._buffer
 
     def _read(self, buffer: Tensor) -> Tensor:
-        self._start_read(buffer).wait()
+        self._start_read(buffer).wait(LONGER_THAN_ANY_RUN)
         return buffer
 
     def _start_read(self, buffer: Tensor) -> dist.Work:

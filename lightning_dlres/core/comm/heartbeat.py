@@ -306,6 +306,8 @@ class Hub(WatchEndpoint):
         payload = self._decode(message, range(1, len(self.names)))
         peer = self.peers[payload.sender - 1]
         peer.mark_heard(now)
+        # A server whose connections all have no limit need not wake up to check them.
+        self._server.trust(message.connection)
         self._rank_by_connection[message.connection] = payload.sender
         self._silent_since.pop(message.connection, None)
         if message.kind == CONFIRM:

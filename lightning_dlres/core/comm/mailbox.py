@@ -16,25 +16,34 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from enum import IntEnum
+from itertools import count
 from typing import Protocol, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dlres.core.comm import channel_ends
 from lightning_dlres.core.comm.abandoned_threads import abandon
-from lightning_dlres.core.comm.channel_ends import ChannelLink, ChannelReceiver, ChannelSender
+from lightning_dlres.core.comm.channel_ends import (
+    LONGER_THAN_ANY_RUN,
+    ChannelLink,
+    ChannelReceiver,
+    ChannelSender,
+)
 from lightning_dlres.core.comm.collectives import wait_for_reason
 from lightning_dlres.core.errors import PeerLostError, PeerTimeoutError, ProtocolError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire import payload
 from lightning_dlres.core.wire.tree import Tree
 
-# Timeout of a mailbox's gloo group. The mailbox has a shorter one, and its error names the rank
-# that did not answer; gloo's error would name none.
-LONGER_THAN_ANY_RUN = timedelta(days=365)
+# Numbers of the mailboxes that are made over a group. Each mailbox has tags of its own.
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+# The first tag: above those of user code, and those that gloo gives to collectives.
+_FIRST_TAG = 1 << 28
+# Number of tags of a mailbox: more than the number of its channels.
+_TAGS = 64
 
 # Identifies a message on its channel. The key of a micro-batch's activations and gradients is
 # (micro-batch, number of the pass through the pipeline).
@@ -55,7 +64,8 @@ _REASON_SECONDS = 1.0
 class Channel(IntEnum):
     """Kind of a message. Messages of one kind between two ranks arrive in order.
 
-    The number is gloo's tag. `SocketMailbox` sends it, too, so it must differ from its `Control`.
+    The number is part of gloo's tag. `SocketMailbox` sends it, so it must differ from its
+    `Control`.
 
     Attributes:
         BATCH: Pipeline: batch that rank 0 has read, or signals for all ranks.
@@ -136,9 +146,8 @@ class Mailbox:
     """Sender and receiver of one rank's messages.
 
     Args:
-        group: Gloo process group over all ranks, for the mailbox alone. Its timeout must be longer
-            than any run: the mailbox keeps the deadlines, so that errors can name the missing
-            message.
+        group: Gloo process group over all ranks, which may serve collectives and other mailboxes,
+            too. All ranks make their mailboxes over a group in the same order.
         rank: This rank.
         names: Names of all ranks in errors.
         timeout: Deadline of `receive` in seconds.
@@ -168,6 +177,7 @@ class Mailbox:
         self.timeout = timeout
         self.check = check
         self._group = group
+        self._first_tag = _FIRST_TAG + _TAGS * next(_numbers.setdefault(group, count()))
         self._tracer = tracer
         self._explanation = ""
         # Ends of the channels by the other rank and the channel. Two threads may send the first
@@ -223,7 +233,7 @@ class Mailbox:
             rank=rank,
             name=self.names[rank],
             channel=channel.name,
-            tag=int(channel),
+            tag=self._first_tag + channel,
             buffer_bytes=_BUFFER_BYTES.get(channel, 0),
             tracer=self._tracer,
         )
@@ -368,3 +378,24 @@ class Mailbox:
         self._receiving_ends.clear()
         self._senders.clear()
         self._receivers.clear()
+
+
+def message_group() -> dist.ProcessGroup:
+    """Return a gloo group of all ranks for mailboxes and small collectives; all call it together.
+
+    It is the default group if that can serve: each gloo group has a thread that wakes up a hundred
+    times a second, which takes 3 to 4 ms of a processor's second.
+    """
+    group = (
+        dist.group.WORLD
+        if dist.get_backend() == dist.Backend.GLOO
+        else dist.new_group(backend="gloo", timeout=LONGER_THAN_ANY_RUN)
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def release_group(group: dist.ProcessGroup) -> None:
+    """Destroy a result of `message_group`, unless it is the default group."""
+    if group is not dist.group.WORLD:
+        dist.destroy_process_group(group)

@@ -75,6 +75,8 @@ class SocketMailbox(Mailbox):
         tracer: Tracer,
     ) -> None:
         super().__init__(group, rank, names, timeout=timeout, check=check, tracer=tracer)
+        # Its connections are its own.
+        self._first_tag = 0
         self._sockets = open_rank_sockets(group, timeout, check)
         others = [other for other in range(len(names)) if other != rank]
         self._sequences = {other: _Sequence() for other in others}

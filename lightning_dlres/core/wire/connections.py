@@ -168,6 +168,11 @@ class Connections:
                 connection.socket.shutdown(socket.SHUT_RDWR)
             self.remove(descriptor)
 
+    @property
+    def has_limited(self) -> bool:
+        """True if a connection is open that `check` may close."""
+        return not all(connection.is_trusted for connection in self._connections.values())
+
     def check(self) -> None:
         """Close the connections with too many unread bytes."""
         for descriptor, connection in list(self._connections.items()):

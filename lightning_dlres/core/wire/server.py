@@ -7,6 +7,7 @@ not affect other clients. A server never waits for a client, and limits how much
 from __future__ import annotations
 
 import ipaddress
+import math
 import socket
 import time
 from collections.abc import Collection
@@ -277,8 +278,10 @@ class Server(Endpoint):
             if now >= self._next_check:
                 self._next_check = now + _CHECK_SECONDS
                 self._connections.check()
-            ready = super()._poll(min(deadline - now, _CHECK_SECONDS))
-            if ready or deadline - now <= _CHECK_SECONDS:
+            # A new connection is an event, which ends the wait.
+            longest = _CHECK_SECONDS if self._connections.has_limited else math.inf
+            ready = super()._poll(min(deadline - now, longest))
+            if ready or deadline - now <= longest:
                 return ready
 
     def _note_message(self, connection: int, nbytes: int) -> None:

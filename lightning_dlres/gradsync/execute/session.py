@@ -19,7 +19,7 @@ from torch.futures import Future
 from lightning_dlres.codecs.gradient import GradientCodec, gradient_codec, gradient_codec_names
 from lightning_dlres.core.checks import keyword_arguments
 from lightning_dlres.core.comm.collectives import gather_bytes, wait_for_collective
-from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
+from lightning_dlres.core.comm.mailbox import Mailbox, message_group, release_group
 from lightning_dlres.core.comm.socket_mailbox import SocketMailbox
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
@@ -43,8 +43,8 @@ class SyncSession:
         timeout: Seconds that a rank waits for another.
         check: Called while waiting; raises if a rank is known to have failed.
         tracer: Gets a span for each task.
-        group: Gloo group of all ranks, used by nothing else until the session is closed, and left
-            to the caller then. None makes a new one: that hangs if a rank is lost.
+        group: Gloo group of all ranks, left to the caller after the session. None takes that of
+            `message_group`, which may hang if a rank is lost.
         transport: "gloo" for messages over torch.distributed, or "zmq" for ZeroMQ.
 
     Attributes:
@@ -61,7 +61,7 @@ class SyncSession:
         transport: str = "gloo",
     ) -> None:
         self._tracer, self._owns_group = tracer, group is None
-        self._group = group or gloo_group()
+        self._group = group or message_group()
         self.mailbox = TRANSPORTS[transport](
             self._group,
             dist.get_rank(),
@@ -139,14 +139,7 @@ class SyncSession:
         self._finalizer.detach()
         self.mailbox.close(orderly=orderly)
         if orderly and self._owns_group:
-            dist.destroy_process_group(self._group)
-
-
-def gloo_group() -> dist.ProcessGroup:
-    """Return a new gloo group of all ranks, without a timeout of its own; all call it together."""
-    group = dist.new_group(backend="gloo", timeout=LONGER_THAN_ANY_RUN)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+            release_group(self._group)
 
 
 def hosts_of_ranks(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dlres.core.comm.mailbox import message_group, release_group
 from lightning_dlres.core.host.identity import host_identity
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.carried_states import carried_states
@@ -25,7 +26,6 @@ from lightning_dlres.gradsync.execute.saved_states import (
 from lightning_dlres.gradsync.execute.session import (
     SyncSession,
     all_ranks_agree,
-    gloo_group,
     hosts_of_ranks,
 )
 from lightning_dlres.gradsync.execute.states import CodecStates
@@ -95,10 +95,9 @@ class PlannedSync:
         self.watch: DriftWatch | None = None
         self.changes: list[PlanChange] = []
         self.failure: BaseException | None = None
-        # The control group is for agreements and measurements between two steps. Both groups are
-        # made at the start: making a group hangs if a rank is lost.
-        self._session_group: dist.ProcessGroup | None = None
-        self._control_group: dist.ProcessGroup | None = None
+        # Serves sessions, measurements and agreements. Made at the start: making a group hangs if a
+        # rank is lost.
+        self._group: dist.ProcessGroup | None = None
         self._fusion: GradientFusion | None = None
         # The gradients as the plan has them.
         self._gradients: Sequence[GradientSpec] = ()
@@ -116,16 +115,16 @@ class PlannedSync:
             ConfigError: If the ranks' options differ.
             PeerError: If a rank is lost or late.
         """
-        group = gloo_group()
+        group = message_group()
         try:
             require_equal_options(options, group, self._timeout, self._check)
         except BaseException as error:
             self.failure = error
             raise
         if is_used:
-            self._control_group = group
+            self._group = group
         else:
-            dist.destroy_process_group(group)
+            release_group(group)
 
     def open(
         self,
@@ -173,11 +172,10 @@ class PlannedSync:
 
     def _begin(self, saved: Sequence[Mapping[str, Any]], step: int) -> None:
         planner = self._planner
-        self._session_group = gloo_group()
         if self._has_hierarchy:
-            assert self._control_group is not None
+            assert self._group is not None
             identity = host_identity() if self._host is None else self._host
-            hosts = hosts_of_ranks(identity, self._control_group, self._timeout, self._check)
+            hosts = hosts_of_ranks(identity, self._group, self._timeout, self._check)
             planner.hosts = hosts if shares_hosts(hosts) else ()
         device, element_bytes = self._device, self._element_bytes
         if not planner.make_without_measuring(self._gradients, saved, device, element_bytes):
@@ -207,10 +205,10 @@ class PlannedSync:
         self.states, self.unsent = CodecStates(), UnsentGradients()
         try:
             if session is not None:
-                assert self._control_group is not None
+                assert self._group is not None
                 with session.ended_by_failures():
                     # Another rank's last messages may still need the coordinator on this one.
-                    all_ranks_agree(True, self._control_group, self._timeout, self._check)
+                    all_ranks_agree(True, self._group, self._timeout, self._check)
                 session.close(orderly=True)
             self._continue(self._fusion.fused_states(saved), step)
         except BaseException as error:
@@ -228,7 +226,7 @@ class PlannedSync:
         planner, rank = self._planner, dist.get_rank()
         if planner.plan is None:
             return
-        session = self._new_session(self._session_group, self._tracer)
+        session = self._new_session(self._group, self._tracer)
         with session.ended_by_failures():
             continue_states(saved, planner.plan, planner.codecs, rank, self._device, self.states)
             if saved:
@@ -239,7 +237,7 @@ class PlannedSync:
     def _probing(self) -> Iterator[SyncSession]:
         """Context manager that opens a session for a measurement, and closes it on all ranks."""
         # The probe's messages are not those of training, so no tracer records them.
-        probe = self._new_session(self._control_group, Tracer(enabled=False))
+        probe = self._new_session(self._group, Tracer(enabled=False))
         with probe.ended_by_failures():
             yield probe
         probe.close(orderly=True)
@@ -262,7 +260,7 @@ class PlannedSync:
                 self._device,
                 timeout=self._timeout,
                 check=self._check,
-                group=self._control_group,
+                group=self._group,
                 transport=self._transport,
             )
         session.start(
@@ -299,9 +297,9 @@ class PlannedSync:
         # Not within an optimizer step: `undo_step` needs copies of states under one plan.
         if not self.watch.is_due or continues:
             return
-        assert self._control_group is not None
+        assert self._group is not None
         is_steady = not self.watch.is_drifting
-        if all_ranks_agree(is_steady, self._control_group, self._timeout, self._check):
+        if all_ranks_agree(is_steady, self._group, self._timeout, self._check):
             self.watch.agreed()
         else:
             self._plan_again(step)
@@ -324,7 +322,7 @@ class PlannedSync:
             )
             self._put_unsent(unsent)
         if planner.plan is not None:
-            session = self._new_session(self._session_group, self._tracer)
+            session = self._new_session(self._group, self._tracer)
             with session.ended_by_failures():
                 self._start(session, planner.plan, step)
         self.changes.append(change)
@@ -397,18 +395,17 @@ class PlannedSync:
             PeerError: If a rank does not call it in time.
         """
         session, self.session = self.session, None
-        control_group, self._control_group = self._control_group, None
+        group, self._group = self._group, None
         is_orderly = False
         try:
-            if control_group is not None and self.failure is None:
+            if group is not None and self.failure is None:
                 # The last messages of other ranks may still need the coordinator on this rank, or
                 # pass through this rank in a ring.
-                all_ranks_agree(True, control_group, self._timeout, self._check)
+                all_ranks_agree(True, group, self._timeout, self._check)
                 is_orderly = True
         finally:
             if session is not None:
                 session.close(orderly=is_orderly)
             if is_orderly:
-                # There is no session's group before `open`. Torch takes None for all groups.
-                for group in filter(None, (control_group, self._session_group)):
-                    dist.destroy_process_group(group)
+                assert group is not None
+                release_group(group)

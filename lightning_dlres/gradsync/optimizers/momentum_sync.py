@@ -18,6 +18,7 @@ from torch.futures import Future, collect_all
 
 from lightning_dlres.core.checks import function, one_of, timeout_seconds, whole_number
 from lightning_dlres.core.comm.collectives import no_check
+from lightning_dlres.core.comm.mailbox import message_group, release_group
 from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.saved_states import (
@@ -30,7 +31,6 @@ from lightning_dlres.gradsync.execute.session import (
     SyncSession,
     all_ranks_agree,
     all_reduce_mean,
-    gloo_group,
     gradient_codecs,
 )
 from lightning_dlres.gradsync.execute.states import CodecStates
@@ -186,7 +186,7 @@ class MomentumSync:
         if self.world_size == 1:
             return flag
         if self._control is None:
-            self._control = gloo_group()
+            self._control = message_group()
         try:
             return all_ranks_agree(flag, self._control, self._timeout, self._check)
         except PeerError as error:
@@ -286,7 +286,7 @@ class MomentumSync:
         if self._session is not None:
             self._session.close(orderly=failure is None)
         if self._control is not None and failure is None:
-            dist.destroy_process_group(self._control)
+            release_group(self._control)
         self._session = self._control = None
 
     def _open(self) -> SyncSession:

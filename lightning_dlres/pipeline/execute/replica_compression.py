@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dlres.codecs.gradient import GradientCodec
-from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
+from lightning_dlres.core.comm.channel_ends import LONGER_THAN_ANY_RUN
+from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.saved_states import save_states
 from lightning_dlres.gradsync.execute.session import all_ranks_agree

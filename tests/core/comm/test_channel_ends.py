@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -25,8 +26,9 @@ class RecordingGroup:
         self.sizes += [tensor.numel() for tensor in tensors]
         return self
 
-    def wait(self) -> None:
-        """Return: the send is complete."""
+    def wait(self, timeout: timedelta) -> None:
+        """Return: the send is complete. The timeout must not be that of the group."""
+        assert timedelta(days=300) < timeout
 
 
 class InterruptedMailbox(Mailbox):

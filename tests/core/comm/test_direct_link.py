@@ -29,6 +29,10 @@ TIMEOUT = 20.0
 DOWN, UP = Channel.ACTIVATION, Channel.GRADIENT
 
 
+class Group:
+    """Stands for a process group that nothing uses."""
+
+
 class MemoryMailbox(Mailbox):
     """Mailbox whose messages pass through queues of this process.
 
@@ -38,7 +42,7 @@ class MemoryMailbox(Mailbox):
     """
 
     def __init__(self, rank: int, mailboxes: list[MemoryMailbox]) -> None:
-        group: Any = None
+        group: Any = Group()
         names = [f"rank {other}" for other in range(4)]
         super().__init__(group, rank, names, timeout=TIMEOUT, check=no_failure, tracer=Tracer())
         self.mailboxes = mailboxes

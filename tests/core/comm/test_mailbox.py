@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dlres.core.comm.mailbox import Channel, Mailbox
+from lightning_dlres.core.comm.mailbox import Channel, Mailbox, message_group, release_group
 from lightning_dlres.core.comm.socket_mailbox import SocketMailbox
 from lightning_dlres.core.errors import PeerError, PeerLostError
 from lightning_dlres.core.trace import Tracer
@@ -286,3 +287,39 @@ def test_the_error_names_a_class_that_the_receiver_has_not_imported(
     error = pool.run(send_unknown_class, 2, transport)[1]
     assert error.startswith(("ProtocolError", "PeerLostError"))
     assert "OnlyHere' arrived in a batch, but no such class is imported here" in error
+
+
+def share_the_default_group(context: RankContext) -> list[float]:
+    context.init_process_group()
+    group, peer, received = message_group(), 1 - context.rank, []
+    names = NAMES[: context.world_size]
+
+    def new_mailbox() -> Mailbox:
+        return Mailbox(
+            group, context.rank, names, timeout=TIMEOUT, check=no_failure, tracer=Tracer()
+        )
+
+    abandoned, first, second = new_mailbox(), new_mailbox(), new_mailbox()
+    # After a failure, the thread of a receive still waits. It must not get a later message.
+    with contextlib.suppress(PeerError):
+        abandoned.timeout = 0.05
+        abandoned.receive(peer, Channel.ACTIVATION, ("m",), "a message that no rank sends")
+    abandoned.close(orderly=False)
+    for number, mailbox in enumerate((second, first)):
+        mailbox.send(peer, Channel.ACTIVATION, ("m",), torch.full((3,), float(number)))
+    for mailbox in (first, second):
+        total = torch.ones(4)
+        dist.all_reduce(total)
+        received.append(
+            float(mailbox.receive(peer, Channel.ACTIVATION, ("m",), "a message")[0])
+            + float(total[0])
+        )
+    for mailbox in (first, second):
+        mailbox.close(orderly=True)
+    release_group(group)
+    dist.barrier()
+    return received
+
+
+def test_mailboxes_over_the_default_group_get_their_own_messages(pool: RankPool) -> None:
+    assert pool.run(share_the_default_group, 2) == [[3.0, 2.0]] * 2

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
+from lightning_dlres.core.comm.channel_ends import LONGER_THAN_ANY_RUN
+from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.planning import (
     SyncPlanningOptions,

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_dlres.codecs.gradient import GradientCodec, State
-from lightning_dlres.core.comm.mailbox import LONGER_THAN_ANY_RUN, Mailbox
+from lightning_dlres.core.comm.channel_ends import LONGER_THAN_ANY_RUN
+from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.errors import PeerError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.plan.costs import LinearCost, LinkCosts, SyncCosts
