@@ -10,7 +10,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -108,15 +108,16 @@ def test_a_server_without_sizes_is_refused(tmp_path: Path, monkeypatch: pytest.M
         open_reader(f"memory://{tmp_path.name}")
 
 
-@pytest.fixture
-def web(folder: Path) -> Iterator[tuple[str, threading.Event]]:
-    """Address of a web server, and the event for which it waits before it answers."""
+@contextmanager
+def web_server(directory: Path) -> Iterator[tuple[str, threading.Event]]:
+    """Context manager that serves a directory. It yields the server's address, and an event for
+    which the server waits before it answers."""
     answers = threading.Event()
     answers.set()
 
     class Handler(SimpleHTTPRequestHandler):
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, directory=str(folder), **options)
+            super().__init__(*args, directory=str(directory), **options)
 
         def send_head(self) -> Any:
             answers.wait()
@@ -133,10 +134,17 @@ def web(folder: Path) -> Iterator[tuple[str, threading.Event]]:
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/part1", answers
+        yield f"http://127.0.0.1:{server.server_address[1]}", answers
         answers.set()
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def web(folder: Path) -> Iterator[tuple[str, threading.Event]]:
+    """Address of a folder on a web server, and the event for which the server waits."""
+    with web_server(folder) as (address, answers):
+        yield f"{address}/part1", answers
 
 
 def test_a_folder_of_a_web_server_is_read(web: tuple[str, threading.Event]) -> None:
@@ -147,11 +155,13 @@ def test_a_folder_of_a_web_server_is_read(web: tuple[str, threading.Event]) -> N
 
 
 def test_a_web_server_that_ignores_byte_ranges_is_named_as_the_reason(
-    folder: Path, web: tuple[str, threading.Event]
+    folder: Path, tmp_path: Path
 ) -> None:
-    put(folder / "part1", folder / "store")
-    with pytest.raises(StorageError, match=r"more than the \d+ bytes .*ignore byte ranges"):
-        open_reader(web[0].replace("part1", "store")).read(np.array([1], dtype=np.uint32))
+    put(folder, tmp_path)
+    with web_server(tmp_path) as (address, _):
+        reader = open_reader(address)
+        with pytest.raises(StorageError, match=r"more than the \d+ bytes .*ignore byte ranges"):
+            reader.read(np.array([1], dtype=np.uint32))
 
 
 def test_names_on_web_pages_stay_quoted_if_they_are_not_utf8_or_contain_a_slash() -> None:
