@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +38,10 @@ POWERSGD = "powersgd"
 # Least `start_step` with error feedback or a warm start. DDP changes its buckets after step 0, so
 # `PowerSGDState` rejects a smaller number.
 _FIRST_START_STEP = 2
+# Longest wait for a group's threads to release it, in seconds.
+_RELEASE_SECONDS = 5.0
+# Groups that another thread still held after that wait. They live as long as the process.
+_unreleased: list[dist.ProcessGroup] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +109,21 @@ class PowerSGD:
     def close(self) -> None:
         """Destroy the group of torch's hook; called by all ranks together, after their last step.
 
-        Destroying it at the end of the process can end in a callback's thread, which aborts.
+        A thread of the group must not be the last one to release it: that would end the process.
         """
-        # Torch's state still holds the group: a callback must not be the last one to release it.
         group, self._group = self._group, None
-        if group is not None:
-            dist.destroy_process_group(group)
+        if group is None:
+            return
+        dist.destroy_process_group(group)
+        self._state.process_group = None
+        # The last step is over, but the thread that ran its last callback may still hold that.
+        # A new object has as many references as the group has here without that thread.
+        other = object()
+        own_references, deadline = sys.getrefcount(other), time.monotonic() + _RELEASE_SECONDS
+        while sys.getrefcount(group) > own_references and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        if sys.getrefcount(group) > own_references:
+            _unreleased.append(group)
 
     def keep(self) -> None:
         """Keep the present state, so that `undo` can return to it after the next steps."""

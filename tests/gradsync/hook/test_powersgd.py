@@ -7,6 +7,7 @@ import gc
 import io
 import math
 import os
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -436,6 +437,30 @@ def test_a_closed_state_leaves_no_group(pool: RankPool) -> None:
     """Torch would destroy the group at the end of the process, which sometimes aborted it."""
     for first, *_, last in pool.run(threads_after_runs, 2):
         assert last == first
+
+
+def close_with_a_held_group(context: RankContext) -> list[Any]:
+    """Return what another thread holds of the hook's group after `close`."""
+    context.init_process_group()
+    state = GradientSyncState(algorithm="powersgd", codec_options={"start_step": START})
+    model = GivenGradients()
+    state.name_parameters(model.named_parameters())
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(state, compressed_hook)
+    wrapped(gradients(context.rank, 0)).backward()
+    assert state._power_sgd is not None
+    held = [state._power_sgd._group]
+    thread = threading.Timer(0.3, held.clear)
+    thread.start()
+    state.close()
+    left = [type(group).__name__ for group in held]
+    thread.join()
+    return left
+
+
+def test_close_waits_until_other_threads_have_released_the_group(pool: RankPool) -> None:
+    """The last one to release it would wait for the end of its own thread, which aborts."""
+    assert pool.run(close_with_a_held_group, 2) == [[], []]
 
 
 def steps_after_a_return(context: RankContext, before: int) -> list[list[dict[str, Tensor]]]:
