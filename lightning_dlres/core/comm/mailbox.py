@@ -58,7 +58,7 @@ FAILED_CLOSE_SECONDS = 0.5
 # Seconds of waiting after which the text given to `explaining` is printed.
 _EXPLAIN_SECONDS = 5.0
 # Seconds to wait, after a connection broke, for `check` to raise the reason.
-_REASON_SECONDS = 1.0
+MESSAGE_REASON_SECONDS = 1.0
 
 
 class Channel(IntEnum):
@@ -280,7 +280,7 @@ class Mailbox:
                         f"message came. {self._explanation or advice}"
                     ) from None
         if isinstance(item, BaseException):
-            wait_for_reason(self.check, _REASON_SECONDS)
+            wait_for_reason(self.check, MESSAGE_REASON_SECONDS)
             raise PeerLostError(
                 f"{own_name} lost {peer} while it waited for {what}: {item}"
             ) from item

@@ -22,14 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core.comm.collectives import wait_for_reason
+from lightning_dlres.core.comm.mailbox import MESSAGE_REASON_SECONDS
 from lightning_dlres.core.errors import PeerError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.execute.gradients import GradientBucket, GradientSync
 from lightning_dlres.pipeline.execute.replica_compression import ReplicaCompression, flags_name
 from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
-
-# Seconds to wait, after a connection broke, for `check` to raise the reason.
-_REASON_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,7 @@ class CompressedGradientSync(GradientSync):
         """
         if isinstance(error, PeerLostError):
             try:
-                wait_for_reason(self._check, _REASON_SECONDS)
+                wait_for_reason(self._check, MESSAGE_REASON_SECONDS)
             except PeerError as reason:
                 return reason
         return error
