@@ -27,14 +27,11 @@ from lightning_dlres.pipeline.stage.stage import inplace_safe_aliases
 
 
 class UserStep(Protocol):
-    """One training step of user code, as the pipeline calls it.
+    """One training step of user code, as the pipeline calls it."""
 
-    Attributes:
-        before_gradient_access: Called before the user's code reads or replaces a parameter's
-            `.grad` in `finish`, which may be a sum of this step.
-    """
-
-    before_gradient_access: Callable[[], None] | None
+    def before_gradient_access(self, call: Callable[[], None] | None) -> None:
+        """Call a function before the user's code reads or replaces a parameter's `.grad`, which may
+        be a sum of this step; None ends this."""
 
     def module_inputs(self) -> Tree:
         """Run the step up to the module's call, and return the module's inputs.
@@ -101,8 +98,6 @@ class TrainingStep:
         self.seed, self.scale = seed, scale
         self.stage, self.sync = runtime.stage, runtime.sync
         self.buffer = GradientBuffer(keeps_grad=True)
-        # Between two backwards, user code runs only for the loss of a micro-batch.
-        user.before_gradient_access = self.buffer.give_back
         # By micro-batch, until they are used or sent: inputs and outputs of the stage, and the
         # gradients of its outputs before backward, and of its inputs afterwards.
         self.inputs: dict[int, Tree] = {}
@@ -130,6 +125,7 @@ class TrainingStep:
             PeerError: If a peer is late, lost, or out of step; the message names stage, micro-batch
                 and peer.
         """
+        self.user.before_gradient_access(self.buffer.give_back)
         try:
             # Hooks on parameters run when the strategy delivers the gradients, not here.
             with hooks_suspended([*self.stage.parameters, *self.runtime.non_pipelined]):
@@ -137,6 +133,8 @@ class TrainingStep:
         except BaseException:
             self.stage.drop_records()
             raise
+        finally:
+            self.user.before_gradient_access(None)
 
     def _run(self, batch_digest: int) -> TrainResult:
         runtime, plan = self.runtime, self.runtime.plan

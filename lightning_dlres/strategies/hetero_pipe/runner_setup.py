@@ -144,6 +144,9 @@ def make_runner(
     undo.enter_context(
         gradient_read_warning(deployment.module, deployment.optimizers, rank_zero_warn)
     )
+    context.gradients.are_zeroed = lambda: may_drop_old_gradients(
+        deployment.module.trainer, deployment.module
+    )
     runner = StepRunner(
         context,
         runtime,
@@ -152,9 +155,6 @@ def make_runner(
         barrier=barrier,
         log_rank_zero=rank_zero_info,
         on_schedule_change=deployment.follow_schedule,
-        drops_old_gradients=lambda: may_drop_old_gradients(
-            deployment.module.trainer, deployment.module
-        ),
         update_trainable=_TrainableUpdater(deployment, runtime, make_sync).update,
     )
     # Calls outside of steps (a summary, generated samples) go through the pipeline on all ranks.

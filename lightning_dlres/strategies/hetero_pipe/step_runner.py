@@ -70,8 +70,6 @@ class StepRunner:
         barrier: Waits for all ranks.
         log_rank_zero: Logs a line on rank 0.
         on_schedule_change: Called with the name of the schedule to which the run changes.
-        drops_old_gradients: Returns True if the gradients of the step before may be dropped when a
-            step begins; see `gradient_zeroing`.
         update_trainable: Called before every training step; adapts the runtime to changes of
             `requires_grad`.
     """
@@ -86,13 +84,11 @@ class StepRunner:
         barrier: Callable[[], None],
         log_rank_zero: Callable[[str], None],
         on_schedule_change: Callable[[str], None],
-        drops_old_gradients: Callable[[], bool],
         update_trainable: Callable[[], None],
     ) -> None:
         self.context, self.runtime, self.seed = context, runtime, seed
         self._barrier, self._log_rank_zero = barrier, log_rank_zero
         self._on_schedule_change = on_schedule_change
-        self._drops_old_gradients = drops_old_gradients
         self._update_trainable = update_trainable
         self.may_change_schedule = schedule == AUTO
         self.schedule = initial_schedule(schedule).name
@@ -138,9 +134,8 @@ class StepRunner:
         checked = per_microbatch and self._check_is_due()
         if checked:
             self._check(args, seed, fingerprint)
-        if self._drops_old_gradients():
-            for parameter in (*self.runtime.stage.parameters, *self.runtime.non_pipelined):
-                parameter.grad = None
+        parameters = (*self.runtime.stage.parameters, *self.runtime.non_pipelined)
+        self.context.gradients.begin_step(parameters)
         # The check may have changed the schedule.
         per_microbatch = per_microbatch and self.loss_per_microbatch
         before = _StateBeforeStep(self, args) if per_microbatch else None

@@ -6,8 +6,11 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from torch import nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lightning_dlres.pipeline.execute.training import TrainingStep
@@ -59,6 +62,92 @@ class LogsOldGradients(Classifier):
         return loss
 
 
+class HeadOutside(Classifier):
+    """Model with a head outside of the pipelined module, which all ranks hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.use_gradients(batch_idx)
+        loss = F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def use_gradients(self, batch_idx: int) -> None:
+        """Use the gradients of earlier batches."""
+
+
+class LogsHead(HeadOutside):
+    """Model whose step logs the head's gradient of the step before."""
+
+    def use_gradients(self, batch_idx: int) -> None:
+        old = self.head.weight.grad
+        norm = torch.zeros(()) if old is None else old.norm()
+        self.log("old", norm, on_step=False, on_epoch=True)
+
+
+class LogsHeadLate(HeadOutside):
+    """Model whose step looks at the head's gradient first in the third batch."""
+
+    def use_gradients(self, batch_idx: int) -> None:
+        if batch_idx >= 2:
+            self.observed.append(float(self.head.weight.grad is not None))
+
+
+class ZeroesHead(HeadOutside):
+    """Model whose step zeroes gradients that Lightning will zero."""
+
+    def use_gradients(self, batch_idx: int) -> None:
+        if self.head.weight.grad is not None:
+            self.head.weight.grad.zero_()
+        self.head.bias.grad = None
+        self.zero_grad()
+
+
+class ScalesHead(HeadOutside):
+    def use_gradients(self, batch_idx: int) -> None:
+        if self.head.weight.grad is not None:
+            self.head.weight.grad *= 0.5
+
+
+class ScalesDataOfHead(HeadOutside):
+    def use_gradients(self, batch_idx: int) -> None:
+        if self.head.weight.grad is not None:
+            self.head.weight.grad.data.mul_(0.5)
+
+
+class ReplacesGradientOfHead(HeadOutside):
+    def use_gradients(self, batch_idx: int) -> None:
+        if self.head.weight.grad is not None:
+            self.head.weight.grad = self.head.weight.grad * 0.5
+
+
+class DeletesGradientOfHead(HeadOutside):
+    def use_gradients(self, batch_idx: int) -> None:
+        del self.head.weight.grad
+
+
+class ZeroesModel(HeadOutside):
+    def use_gradients(self, batch_idx: int) -> None:
+        self.zero_grad()
+
+
+class ZeroesLayersAfterCall(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.net.zero_grad(set_to_none=False)
+        return loss
+
+
+class MovesHead(HeadOutside):
+    """Model whose step moves the head to where it is, which looks at gradients, too."""
+
+    def use_gradients(self, batch_idx: int) -> None:
+        self.head.to(self.device)
+
+
 class MayReadGradients(Callback):
     """Callback with a hook that could read old gradients."""
 
@@ -72,8 +161,20 @@ CASES = {
     "read in the step": Case(
         LogsOldGradients, "1f1b", trainer={"accumulate_grad_batches": 3}, expected_schedule="1f1b"
     ),
+    "read in the step, not accumulated": Case(LogsHead),
+    "read per micro-batch, not accumulated": Case(LogsHead, "1f1b", expected_schedule="1f1b"),
+    "zeroed in the step, too": Case(ZeroesHead),
+    "moved while accumulated": Case(MovesHead, trainer={"accumulate_grad_batches": 3}),
     "accumulated": Case(Classifier, trainer={"accumulate_grad_batches": 3}),
 }
+CHANGES = [
+    ScalesHead,
+    ScalesDataOfHead,
+    ReplacesGradientOfHead,
+    DeletesGradientOfHead,
+    ZeroesModel,
+    ZeroesLayersAfterCall,
+]
 
 
 def compare(context: RankContext) -> dict[str, list[str]]:
@@ -82,6 +183,38 @@ def compare(context: RankContext) -> dict[str, list[str]]:
 
 def test_gradients_equal_those_of_a_plain_trainer(pool: RankPool) -> None:
     assert pool.run(compare, 2) == no_differences_in(CASES)
+
+
+def fit_accumulated(context: RankContext, kind: type[Classifier], schedule: str) -> None:
+    options = {"schedule": schedule, "module": "net", "accumulate_grad_batches": 3}
+    trainer_for(context, **options).fit(kind(), batches())
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_step_must_not_change_accumulated_gradients(
+    pool: RankPool, kind: type[Classifier]
+) -> None:
+    schedule = "1f1b" if CHANGES.index(kind) % 2 else "gpipe"
+    outcomes = pool.run_expecting_errors(fit_accumulated, 2, kind, schedule)
+    for outcome in outcomes:
+        assert "training_step must not change gradients that are accumulated" in str(
+            outcome.error_message
+        ), outcome.output
+
+
+def first_late_look(context: RankContext) -> list[float]:
+    model = LogsHeadLate()
+    trainer_for(context, schedule="gpipe", module="net").fit(model, batches())
+    return model.observed
+
+
+def test_a_late_look_at_a_dropped_gradient_is_told(pool: RankPool) -> None:
+    outcomes = pool.run_expecting_errors(first_late_look, 2)
+    assert [outcome.error_type for outcome in outcomes] == [None, None]
+    assert [outcome.value for outcome in outcomes] == [[0.0, 1.0, 1.0, 1.0]] * 2
+    told = [outcome.output.count("This step has dropped it") for outcome in outcomes]
+    # Both ranks run the code before the call.
+    assert told == [1, 1]
 
 
 def test_code_that_reads_old_gradients_keeps_them() -> None:

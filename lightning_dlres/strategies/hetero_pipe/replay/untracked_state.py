@@ -1,7 +1,8 @@
 """State that a training step can change, but that this package does not undo after a run of it.
 
 This is: globals and class attributes of the user's Python modules, objects with `__slots__`,
-iterators, open files, function closures, and large tensors of data sets and samplers.
+iterators, open files, function closures, byte arrays, objects in NumPy arrays, and large tensors of
+data sets and samplers.
 
 The state is read before and after the trial step on real samples. One line for the user names the
 parts that changed.
@@ -16,6 +17,7 @@ import random
 import sys
 import sysconfig
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -136,8 +138,13 @@ def _entries(value: Any) -> Entries | None:
     if isinstance(value, Tensor):
         return [("", value._version)]
     if isinstance(value, np.ndarray):
-        is_plain = value.nbytes <= _MAX_ARRAY_BYTES and not value.dtype.hasobject
-        return [("", zlib.crc32(value.tobytes()))] if is_plain else None
+        if value.nbytes > _MAX_ARRAY_BYTES:
+            return None
+        if value.dtype.hasobject:
+            return [(f"[{i}]", inner) for i, inner in enumerate(value.flat)]
+        return [("", zlib.crc32(value.tobytes()))]
+    if isinstance(value, (bytearray, array)):
+        return [("", zlib.crc32(value))] if memoryview(value).nbytes <= _MAX_ARRAY_BYTES else None
     if isinstance(value, dict):
         # Not `value.items()`: that of a subclass may make its values, such as the mappings of
         # transformers, which import all of its models.

@@ -1,20 +1,25 @@
-"""Warning about user code that reads the gradients of all parameters.
+"""User code that reads or changes gradients.
 
-Examples are hooks that compute norms or clip gradients. A rank has only the gradients of its own
-stage, so such a hook gets the result of one stage.
+A hook that computes a norm or clips gradients reads those of all parameters. A rank has only the
+gradients of its own stage, so such a hook gets the result of one stage, and the user a warning.
+`training_step` may read the gradients of earlier batches, but not change what later code uses.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.pipeline.stage.remote_parameters import set_gradient_read_hook
 
 # Beginnings of the names of modules whose functions read gradients for their caller, such as
@@ -23,6 +28,106 @@ _HELPER_MODULES = ("torch.nn.utils", "torch.utils", "lightning.pytorch.utilities
 # Beginnings of the names of modules that may read gradients without a warning, such as optimizers.
 _LIBRARIES = ("torch.", "lightning.", "lightning_dlres.")
 _CLIPPING_HOOK = "configure_gradient_clipping"
+_PACKAGE = "lightning_dlres."
+
+
+class GradientsOfEarlierBatches:
+    """The gradients of earlier batches, as `training_step` sees them.
+
+    They are dropped when a step begins, if Lightning would zero them before any other code could
+    use them: Lightning zeroes gradients between `training_step` and backward, but the schedule
+    computes the new ones within `training_step`. Once `training_step` reads one, they are kept.
+
+    It may change them only if they are zeroed next. Otherwise only the rank that runs the code
+    would have the change, and it would change them in every run.
+
+    Args:
+        module: The LightningModule.
+
+    Attributes:
+        are_zeroed: Returns True if they are zeroed next, before other code could use them.
+        give_back: Called before a read or change, to put them in the place of the sums of this
+            step; None if they are in their place.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.are_zeroed: Callable[[], bool] = lambda: False
+        self.give_back: Callable[[], None] | None = None
+        self._are_read = self._were_dropped = self._has_trained = False
+        # By id(parameter): gradients that were read in this run, and their elements then.
+        self._seen: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
+
+    def begin_step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Drop the gradients of these parameters, if no code will use them."""
+        drops = self.are_zeroed() and not self._are_read
+        if drops:
+            for parameter in parameters:
+                parameter.grad = None
+        self._were_dropped = drops and self._has_trained
+        self._has_trained = True
+
+    def before_access(self, tensor: Tensor, operation: str, value: Tensor | None) -> None:
+        """Prepare for an access to a tensor's `.grad` in `training_step`.
+
+        Args:
+            tensor: The tensor.
+            operation: "__get__", "__set__" or "__delete__".
+            value: The new gradient; None for the other operations.
+
+        Raises:
+            UnsupportedStepError: If it replaces a gradient that later code may use.
+        """
+        if self.give_back is not None:
+            self.give_back()
+        if not isinstance(tensor, nn.Parameter) or id(tensor) not in self._own_parameters():
+            return
+        if operation != "__get__":
+            if tensor.grad is not value and not self.are_zeroed():
+                raise self._error(tensor)
+            return
+        self._note_read()
+        gradient = tensor.grad
+        if gradient is not None and id(tensor) not in self._seen and not self.are_zeroed():
+            self._seen[id(tensor)] = (tensor, gradient, gradient.clone())
+
+    def refuse_changes(self) -> None:
+        """Check that the gradients which were read since the last call are unchanged.
+
+        Raises:
+            UnsupportedStepError: If one has changed.
+        """
+        seen, self._seen = self._seen, {}
+        for parameter, gradient, before in seen.values():
+            if parameter.grad is not gradient or not _are_equal(gradient, before):
+                raise self._error(parameter)
+
+    def _own_parameters(self) -> set[int]:
+        return set(map(id, self._module.parameters()))
+
+    def _note_read(self) -> None:
+        """Keep gradients from the next step on, if user code reads one, and not a library."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and str(frame.f_globals.get("__name__")).startswith(_PACKAGE):
+            frame = frame.f_back
+        place = _place_in_user_code(frame)
+        if self._are_read or place is None:
+            return
+        self._are_read = True
+        if self._were_dropped:
+            warnings.warn(
+                f"dlres: {place} reads a gradient of the step before within training_step. This "
+                "step has dropped it, so the result is None. It is kept from the next step on.",
+                stacklevel=2,
+            )
+
+    def _error(self, parameter: nn.Parameter) -> UnsupportedStepError:
+        names = {id(p): name for name, p in self._module.named_parameters()}
+        return UnsupportedStepError(
+            "training_step must not change gradients that are accumulated, got another gradient of "
+            f"{names[id(parameter)]!r}. Change gradients in on_after_backward or "
+            "on_before_optimizer_step."
+        )
 
 
 @contextmanager
@@ -96,3 +201,10 @@ def _place_in_user_code(frame: FrameType | None) -> str | None:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+def _are_equal(gradient: Tensor, before: Tensor) -> bool:
+    """Return True if all elements are equal; NaN equals NaN."""
+    if gradient.layout is not torch.strided:
+        gradient, before = gradient.to_dense(), before.to_dense()
+    return torch.allclose(gradient, before, rtol=0, atol=0, equal_nan=True)

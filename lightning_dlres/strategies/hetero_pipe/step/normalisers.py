@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
+from lightning_dlres.strategies.hetero_pipe.step.gradient_reads import GradientsOfEarlierBatches
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import PipelinedWeightGuard
 
 # Relative difference of two normalisers that counts as rounding.
@@ -54,9 +55,9 @@ class NormaliserRecorder(PipelinedWeightGuard):
         self,
         layer_tensors: LayerTensors | None = None,
         module: nn.Module | None = None,
-        before_gradient_access: Callable[[], None] | None = None,
+        gradients: GradientsOfEarlierBatches | None = None,
     ) -> None:
-        super().__init__(layer_tensors, module, before_gradient_access)
+        super().__init__(layer_tensors, module, gradients)
         self.normalisers: list[Tensor | float] = []
         # Results without a gradient that a scalar tensor has scaled, such as mask / mask.sum(), and
         # the scalars, by id of the result. The loss may be multiplied by such a result later.

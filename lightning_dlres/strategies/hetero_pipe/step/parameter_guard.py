@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from torch.overrides import TorchFunctionMode
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import tensors_of
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors, layer_tensor_error
+from lightning_dlres.strategies.hetero_pipe.step.gradient_reads import GradientsOfEarlierBatches
 
 # Operations that read metadata of a tensor, such as its shape, and not its values.
 VALUE_FREE_OPERATIONS = {
-    *("__get__", "__set__", "__hash__", "__repr__", "__format__", "size", "dim", "ndimension"),
+    *("__get__", "__set__", "__delete__", "__hash__", "__repr__", "__format__"),
+    *("size", "dim", "ndimension"),
     *("numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex"),
     *("get_device", "register_hook", "requires_grad_", "is_contiguous"),
 }
@@ -36,13 +39,12 @@ class PipelinedWeightGuard(TorchFunctionMode):
 
     These are: an operation on a meta tensor (a weight of another stage), an operation on a tensor
     that layers made (other than the pipelined module's output), and a call of `torch.autograd.grad`
-    for a gradient through the layers.
+    for a gradient through the layers. It also reports accesses to `.grad`.
 
     Args:
         layer_tensors: The tensors that layers made; None for none.
         module: The LightningModule, whose names of parameters errors show; None for no names.
-        before_gradient_access: Called before the step reads or replaces a tensor's `.grad`; None
-            for no call.
+        gradients: The gradients of earlier batches; None if the step may do what it likes to them.
 
     Raises:
         UnsupportedStepError: If the step makes such an operation; raised by the operation.
@@ -52,13 +54,24 @@ class PipelinedWeightGuard(TorchFunctionMode):
         self,
         layer_tensors: LayerTensors | None = None,
         module: nn.Module | None = None,
-        before_gradient_access: Callable[[], None] | None = None,
+        gradients: GradientsOfEarlierBatches | None = None,
     ) -> None:
         super().__init__()
         self.layer_tensors = layer_tensors if layer_tensors is not None else LayerTensors()
-        self._module, self._before_gradient_access = module, before_gradient_access
+        self._module, self._gradients = module, gradients
         self._module_inputs: Sequence[Tensor] = ()
         self._module_outputs: Sequence[Tensor] = ()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        # Code that is cut leaves with an exception of its own, which is no error.
+        if self._gradients is not None and (kind is None or not issubclass(kind, Exception)):
+            self._gradients.refuse_changes()
 
     def record_call(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Record the tensors that the pipelined module was called with, and that it returned."""
@@ -81,8 +94,8 @@ class PipelinedWeightGuard(TorchFunctionMode):
                 layer = self.layer_tensors.layer_within((*args, *kwargs.values()))
                 if layer is not None:
                     raise layer_tensor_error(layer, f"in {name}")
-        elif self._before_gradient_access is not None and _accesses_gradient(function, name):
-            self._before_gradient_access()
+        elif self._gradients is not None and _accesses_gradient(function, name):
+            self._gradients.before_access(args[0], name, args[1] if len(args) > 1 else None)
         if function is torch.autograd.grad:
             outputs, inputs = (tensors_of(list(argument)) for argument in args[:2])
             if _depends(self._module_inputs, inputs) and _depends(outputs, self._module_outputs):

@@ -20,6 +20,7 @@ from lightning_dlres.strategies.hetero_pipe.replay.trainer_settings import setti
 from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import UntrackedState
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.attributes import UserState
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import is_data_source
+from lightning_dlres.strategies.hetero_pipe.step.gradient_reads import GradientsOfEarlierBatches
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import PipelinedModule
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import PipelinedStep
 
@@ -44,6 +45,7 @@ class StepContext:
         layer_tensors: Tensors that layers made before training and that user code still holds.
         settings: Settings of the layers, which a step must not change.
         state: The user's state, which a step may change.
+        gradients: The gradients of earlier batches.
     """
 
     module: LightningModule
@@ -59,6 +61,7 @@ class StepContext:
         self.rewind_random_state: Callable[[], None] = rng.rewinder(self.device)
         # Arguments of the current step; empty before the first.
         self.step_arguments: tuple[Any, ...] = ()
+        self.gradients = GradientsOfEarlierBatches(self.module)
         self.pipeline(self.pipelined)
 
     def pipeline(self, pipelined: Pipelined) -> None:

@@ -72,8 +72,6 @@ class LightningStep:
         operations: For every run on a micro-batch, the operations that compute its loss, as text.
         finite: For every gradient of a tensor in a micro-batch's output, a boolean scalar tensor:
             True if all of the gradient is finite.
-        before_gradient_access: Called before `training_step` reads or replaces a `.grad`, if it is
-            not None.
     """
 
     context: StepContext
@@ -86,7 +84,6 @@ class LightningStep:
     normalisers: list[list[float]] = field(default_factory=list)
     operations: list[str] = field(default_factory=list)
     finite: list[Tensor] = field(default_factory=list)
-    before_gradient_access: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         context = self.context
@@ -99,6 +96,10 @@ class LightningStep:
             context.module, layers, context.state, context.metrics, context.device
         )
         self._parts: Sequence[Any] | None = None
+
+    def before_gradient_access(self, call: Callable[[], None] | None) -> None:
+        """Call a function before `training_step` reads or replaces a `.grad`; None ends this."""
+        self.context.gradients.give_back = call
 
     def module_inputs(self) -> Tree:
         """Run the step up to the call of the module and return this call's inputs, as one tree.
@@ -259,7 +260,7 @@ class LightningStep:
 
     def _guard(self, kind: type[Guard]) -> Guard:
         context = self.context
-        return kind(context.layer_tensors, context.module, self.before_gradient_access)
+        return kind(context.layer_tensors, context.module, context.gradients)
 
     @contextmanager
     def _user_code(self, guard: PipelinedWeightGuard) -> Iterator[None]:
@@ -360,7 +361,7 @@ def opened_between_layers(context: StepContext) -> Iterator[Callable[..., Any]]:
             effects.isolated(context.layer_tensors) as run,
             context.precision(),
             single_device_view("training_step"),
-            PipelinedWeightGuard(context.layer_tensors, context.module),
+            PipelinedWeightGuard(context.layer_tensors, context.module, context.gradients),
         ):
 
             def code(batch: Any, *others: Any) -> list[Any]:

@@ -6,6 +6,7 @@ State that every run restores is not named.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,27 @@ class LazyDict(dict[str, Any]):
         raise AssertionError("the values must not be made")
 
     __iter__ = keys = values = __getitem__ = items
+
+
+@pytest.mark.parametrize(
+    ("value", "change", "name"),
+    [
+        (bytearray(b"a"), lambda b: b.extend(b"b"), "self.calls"),
+        (array("i", [1]), lambda a: a.append(2), "self.calls"),
+        (np.array([[], 1], dtype=object), lambda a: a[0].append(2), "self.calls[0]"),
+        (np.array([[], 1], dtype=object), lambda a: a.__setitem__(1, 2), "self.calls"),
+        (np.array([1, 2]), lambda a: a.__setitem__(1, 3), "self.calls"),
+    ],
+)
+def test_a_change_in_an_array_is_named(
+    value: Any, change: Callable[[Any], object], name: str
+) -> None:
+    part: Any = Slots()
+    part.calls = value
+    state = UntrackedState([("self", part)], [])
+    assert state.changed(LayerTensors()) == []
+    change(value)
+    assert state.changed(LayerTensors()) == [name]
 
 
 def test_a_dictionary_that_makes_its_values_is_not_asked_for_them() -> None:
