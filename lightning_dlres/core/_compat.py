@@ -18,6 +18,8 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
 
+from lightning_dlres.core.errors import UnsupportedStepError
+
 
 @contextmanager
 def hooks_suspended(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -359,6 +361,20 @@ def has_other_gradient_hooks(parameter: nn.Parameter) -> bool:
     """
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return hooks is not None and len(hooks) > 1
+
+
+def accumulated_parameter(value: object) -> nn.Parameter:
+    """Return the argument of a hook on a parameter whose gradient was accumulated.
+
+    Raises:
+        UnsupportedStepError: If it is no parameter: torch passes on what the hook before returned.
+    """
+    if not isinstance(value, nn.Parameter):
+        raise UnsupportedStepError(
+            "hooks of register_post_accumulate_grad_hook must return None, got "
+            f"{type(value).__name__}. Change parameter.grad in place, and return nothing."
+        )
+    return value
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from lightning_dlres.mirror.plan.window_plan import WindowPlan, choose_window, p
 from lightning_dlres.mirror.profile.history import (
     is_per_parameter,
     planned_history,
+    refuse_wrong_kernels,
 )
 from lightning_dlres.mirror.profile.step_profile import FetchCost, MirrorProfile
 from lightning_dlres.mirror.profile.units import ParameterUnit, find_units, units_by_module
@@ -70,7 +71,8 @@ class Mirror:
         step_seconds: Measured forward and backward of each training step that followed a plan.
 
     Raises:
-        ConfigError: If a parameter cannot be moved, or the disk has too little space.
+        ConfigError: If a parameter cannot be moved, the disk has too little space, or an optimizer
+            has a fused kernel that is wrong on the CPU.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Mirror:
         device: torch.device,
         gpu: Gpu | None = None,
     ) -> None:
+        for optimizer in optimizers:
+            refuse_wrong_kernels(optimizer)
         self._model, self._config, self._optimizers = model, config, tuple(optimizers)
         gpu = gpu_of(device) if gpu is None else gpu
         self.units = find_units(model)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lightning_dlres.callbacks import ActivationOffload, ParameterMirror, ResourceReport
 from lightning_dlres.core.device.link_use import LinkUse
-from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.memory.profile.shared_links import shared_links
 from tests.support.mirror_models import (
     NETWORKS,
@@ -556,6 +556,20 @@ class LateGradientHooks(Callback):
 
         for parameter in pl_module.parameters():
             parameter.register_post_accumulate_grad_hook(halve)
+
+
+class ReturningHook(Callback):
+    """A hook that returns a tensor, which torch does not allow."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for parameter in pl_module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: p.grad)  # type: ignore[arg-type, return-value]
+
+
+def test_a_gradient_hook_that_returns_a_tensor_is_named() -> None:
+    trainer = Trainer(**QUIET, max_steps=2, callbacks=[ReturningHook(), ParameterMirror()])
+    with pytest.raises(UnsupportedStepError, match="must return None"):
+        trainer.fit(Classifier(), data())
 
 
 class LateStepHook(Callback):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dlres.core._compat import (
+    accumulated_parameter,
     backward_number,
     call_after_backward,
     data_of,
@@ -108,8 +109,8 @@ class GpuGradientHooks:
             self._hidden[parameter] = earlier
             parameter.grad = None
 
-    def _receive(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
+    def _receive(self, hooked: Tensor) -> None:
+        parameter = accumulated_parameter(hooked)
         self._observe_end()
         gradient = parameter.grad
         if gradient is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dlres.core._compat import storage_owner_count
+from lightning_dlres.core._compat import accumulated_parameter, storage_owner_count
 from lightning_dlres.mirror.execute.region import over
 
 
@@ -97,8 +97,8 @@ class GradientHooks:
             handle.remove()
         self._handles.clear()
 
-    def _receive(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
+    def _receive(self, hooked: Tensor) -> None:
+        parameter = accumulated_parameter(hooked)
         if not self.is_layerwise:
             self._move(parameter)
         unit = self._arrived(parameter)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+
+from lightning_dlres.core.errors import ConfigError
 
 # Optimizers that update each parameter by itself, and keep nothing else than a state for each.
 PER_PARAMETER: tuple[type[Optimizer], ...] = (
@@ -32,6 +35,8 @@ PER_PARAMETER: tuple[type[Optimizer], ...] = (
 _FUSED: tuple[type[Optimizer], ...] = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 # Options that choose a kernel. Only the plain one runs without memory.
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")
+# Elements of the parameter that shows whether a fused kernel is right: several vectors and a rest.
+_PROBED_ELEMENTS = 67
 # Smaller tensors, such as a count of steps, stay where the optimizer has made them.
 _LEAST_BYTES = 1024
 
@@ -77,14 +82,60 @@ def planned_history(optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Tensor
 
 def use_fused_kernels(optimizer: Optimizer) -> None:
     """Let an optimizer use its fused kernel for the CPU, where the user has chosen nothing else."""
-    if type(optimizer) not in _FUSED:
+    kind: Any = type(optimizer)
+    if kind not in _FUSED:
         return
     for group in optimizer.param_groups:
         is_free = group.get("fused") is None and group.get("foreach") is None
         is_plain = not group.get("differentiable") and not group.get("capturable")
         is_dense = all(p.is_floating_point() for p in group["params"])
-        if is_free and is_plain and is_dense and not isinstance(group["lr"], Tensor):
+        is_right = all(_is_right(kind, p.dtype) for p in group["params"])
+        if is_free and is_plain and is_dense and is_right and not isinstance(group["lr"], Tensor):
             group["fused"] = True
+
+
+def refuse_wrong_kernels(optimizer: Optimizer) -> None:
+    """Check that the fused kernels that the user has chosen are right on the CPU.
+
+    Raises:
+        ConfigError: If one is wrong for a parameter's dtype in this version of torch.
+    """
+    kind: Any = type(optimizer)
+    if kind not in _FUSED:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            if parameter.is_floating_point() and not _is_right(kind, parameter.dtype):
+                raise ConfigError(
+                    f"fused must be False for {kind.__name__} with parameters of "
+                    f"{parameter.dtype}, got True. The mirror updates parameters on the CPU, where "
+                    f"the fused kernel of torch {torch.__version__} computes wrong values. Use "
+                    "fused=False."
+                )
+
+
+@cache
+def _is_right(kind: Any, dtype: torch.dtype) -> bool:
+    """Return True if the fused kernel for the CPU makes the same steps as the plain one, but for
+    rounding.
+
+    SGD in torch 2.12 and 2.13 updates no whole vectors of float16 and bfloat16.
+    """
+    if not dtype.is_floating_point:
+        return False
+    options: dict[str, Any] = {"lr": 0.125, **({"momentum": 0.5} if kind is optim.SGD else {})}
+
+    def after_two_steps(*, fused: bool) -> Tensor:
+        parameter = nn.Parameter(torch.ones(_PROBED_ELEMENTS, dtype=dtype))
+        optimizer = kind([parameter], **options, fused=fused)
+        for gradient in (1.0, -0.5):
+            parameter.grad = torch.full_like(parameter, gradient)
+            optimizer.step()
+        return parameter.detach().double()
+
+    return torch.allclose(
+        after_two_steps(fused=True), after_two_steps(fused=False), rtol=0, atol=0.05
+    )
 
 
 def _layout(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dlres._compat import has_foreign_gradient_hooks
-from lightning_dlres.core._compat import version_of
+from lightning_dlres.core._compat import accumulated_parameter, version_of
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.paramserver.execute.server.optimizers import wire_options
 from lightning_dlres.paramserver.execute.worker.edited_parameters import EditedParameters
@@ -119,8 +119,8 @@ class RemoteUpdates:
         self._handles.clear()
         self._pre_hooks.clear()
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
+    def _on_gradient(self, hooked: Tensor) -> None:
+        parameter = accumulated_parameter(hooked)
         # Another hook may change the gradient after this one.
         is_early = self._may_push_early() and not has_foreign_gradient_hooks(parameter)
         if is_early and parameter.grad is not None:

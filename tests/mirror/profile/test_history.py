@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.mirror.profile import history
 from lightning_dlres.mirror.profile.history import (
     PER_PARAMETER,
     history_of,
     planned_history,
+    refuse_wrong_kernels,
     use_fused_kernels,
 )
 
@@ -50,6 +53,9 @@ def test_an_optimizer_that_sees_all_parameters_at_once_has_none() -> None:
     assert planned_history(torch.optim.LBFGS([nn.Parameter(torch.ones(300))])) == {}
 
 
+DTYPES = (torch.float32, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "is_fused"),
     [
@@ -64,3 +70,27 @@ def test_an_optimizer_that_sees_all_parameters_at_once_has_none() -> None:
 def test_the_users_choice_of_a_kernel_is_kept(optimizer: Any, is_fused: Any) -> None:
     use_fused_kernels(optimizer)
     assert optimizer.param_groups[0].get("fused") is is_fused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_chosen_kernel_makes_the_steps_of_the_plain_one(kind: Any, dtype: torch.dtype) -> None:
+    options = {"lr": 0.125, **({"momentum": 0.5} if kind is torch.optim.SGD else {})}
+    chosen, plain = (nn.Parameter(torch.linspace(1, 2, 300).to(dtype)) for _ in range(2))
+    optimizers = [kind([chosen], **options), kind([plain], **options, foreach=False)]
+    use_fused_kernels(optimizers[0])
+    for gradient in (1.0, -0.5, 0.25):
+        for parameter, optimizer in zip((chosen, plain), optimizers, strict=True):
+            parameter.grad = torch.full_like(parameter, gradient)
+            optimizer.step()
+    tolerance = 1e-5 if dtype is torch.float32 else 0.03
+    assert torch.allclose(chosen.float(), plain.float(), rtol=0, atol=tolerance)
+
+
+def test_a_wrong_kernel_of_the_users_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_is_right", lambda kind, dtype: dtype is not torch.bfloat16)
+    full, half = (nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in DTYPES)
+    refuse_wrong_kernels(torch.optim.SGD([full, half], lr=0.1))
+    refuse_wrong_kernels(torch.optim.SGD([full], lr=0.1, fused=True))
+    with pytest.raises(ConfigError, match=r"SGD with parameters of torch.bfloat16.*fused=False"):
+        refuse_wrong_kernels(torch.optim.SGD([full, half], lr=0.1, fused=True))
