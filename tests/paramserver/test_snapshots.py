@@ -118,13 +118,20 @@ def test_copies_of_keys_may_be_of_different_versions(tmp_path: Path) -> None:
     assert [state.parameter.sum().item() for state in restored.states.values()] == [0.0, -2.0]
 
 
-@given(seed=seeds, change=st.sampled_from(["flip", "cut", "insert", "swap"]))
-def test_a_damaged_snapshot_is_refused(seed: int, change: str) -> None:
+@given(
+    seed=seeds,
+    change=st.sampled_from(["flip", "cut", "insert", "swap"]),
+    kind=st.sampled_from(["snapshot", "members"]),
+)
+def test_a_damaged_file_is_refused(seed: int, change: str, kind: str) -> None:
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
         files, shard = SnapshotFiles(Path(directory), 1), trained_shard(seed)
         save(files, shard)
-        data = bytearray(files.values.read_bytes())
+        files.save_members(TOKEN, shard.members.records())
+        path = files.values if kind == "snapshot" else files.members
+        original = path.read_bytes()
+        data = bytearray(original)
         position = draw.randrange(len(data))
         if change == "flip":
             data[position] ^= 1 << draw.randrange(8)
@@ -134,10 +141,11 @@ def test_a_damaged_snapshot_is_refused(seed: int, change: str) -> None:
             data[position:position] = draw.randbytes(draw.randrange(1, 9))
         else:
             data[:position], data[position:] = data[position:], data[:position]
-        if data == files.values.read_bytes():
+        if data == original:
             return
-        files.values.write_bytes(data)
-        with pytest.raises(ConfigError, match=r"intact snapshots, got .*Remove the file"):
+        path.write_bytes(data)
+        message = rf"intact snapshots, got \S+\.{kind} .*Remove server-1.snapshot and server-1.mem"
+        with pytest.raises(ConfigError, match=message):
             files.load(0.0)
 
 
@@ -156,14 +164,6 @@ def test_members_of_the_same_job_are_restored(tmp_path: Path) -> None:
     other = files.load(0.0)
     assert other is not None
     assert [one.incarnation for one in other.members.by_index] == [0, 0]
-
-
-def test_a_damaged_file_of_members_is_refused(tmp_path: Path) -> None:
-    files = SnapshotFiles(tmp_path, 1)
-    save(files, trained_shard(0))
-    files.members.write_bytes(b"\xc1")
-    with pytest.raises(ConfigError, match="intact snapshots"):
-        files.load(0.0)
 
 
 def test_a_partial_snapshot_is_ignored_and_replaced(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ a key of a restarted server lacks.
 
 A file has a magic number and records. A record is the length and CRC-32 of its msgpack header, this
 header, and raw data, whose CRC-32 the header has. The first record describes the job, one follows
-for each key, and the last one has their number. A file gets its name only when it is complete and
-on the disk. Nothing is ever unpickled.
+for each key, and the last one has their number. The file of members has a single record. A file
+gets its name only when it is complete and on the disk. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _End(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _WorkerFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of the file of members."""
+    """Header of the only record in the file of members."""
 
     job: bytes
     members: list[JobWorkerRecord]
@@ -163,9 +163,9 @@ class SnapshotFiles:
         Raises:
             OSError: If it cannot be written.
         """
-        data = msgspec.msgpack.encode(_WorkerFile(job=job, members=records))
         with _partial(self.members).open("wb") as file:
-            file.write(data)
+            file.write(_MAGIC)
+            _Record(_WorkerFile(job=job, members=records)).write(file)
             _finish(file, self.members)
 
     def load(self, now: float) -> Shard | None:
@@ -179,19 +179,17 @@ class SnapshotFiles:
         """
         if not self.values.exists():
             return None
+        path = self.members
         try:
-            with self.values.open("rb") as file:
-                return _read(file, self._worker_file(), now)
+            members = _read_members(path)
+            path = self.values
+            with path.open("rb") as file:
+                return _read(file, members, now)
         except _LOAD_ERRORS as error:
             raise ConfigError(
-                f"snapshot must be a directory of intact snapshots, got {self.values} ({error}). "
-                "Remove the file to start anew."
+                f"snapshot must be a directory of intact snapshots, got {path} ({error}). Remove "
+                f"{self.values.name} and {self.members.name} to start anew."
             ) from error
-
-    def _worker_file(self) -> _WorkerFile | None:
-        with contextlib.suppress(FileNotFoundError):
-            return from_msgpack(self.members.read_bytes(), _WorkerFile)
-        return None
 
 
 class SnapshotTask:
@@ -328,14 +326,34 @@ def _key_record(shard: Shard, state: KeyState) -> _Record:
     return _Record(header, data)
 
 
+def _read_members(path: Path) -> _WorkerFile | None:
+    """Return the content of a file of members; None if there is none.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        _expect_magic(file)
+        members = from_msgpack(_header(file), _WorkerFile)
+        if file.read(1):
+            raise ValueError("more than one record")
+        return members
+
+
+def _expect_magic(file: BinaryIO) -> None:
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise ValueError("not a snapshot of this version")
+
+
 def _read(file: BinaryIO, members: _WorkerFile | None, now: float) -> Shard:
     """Return the shard of a snapshot.
 
     Raises:
         ValueError: If the snapshot is damaged.
     """
-    if file.read(len(_MAGIC)) != _MAGIC:
-        raise ValueError("not a snapshot of this version")
+    _expect_magic(file)
     setup = from_msgpack(_header(file), JobSetup)
     is_same_job = members is not None and members.job == setup.job
     records = members.members if members is not None and is_same_job else None
