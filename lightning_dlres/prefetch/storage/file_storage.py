@@ -20,7 +20,7 @@ from lightning_dlres.core.units import format_seconds
 from lightning_dlres.prefetch.order.sequence import SampleIds
 from lightning_dlres.prefetch.storage.base import Reply, ReportProgress, Storage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
-from lightning_dlres.prefetch.storage.readers import Reader, checksum_error
+from lightning_dlres.prefetch.storage.readers import Reader, checksum_error, joined
 from lightning_dlres.prefetch.storage.source import open_source_unchecked
 from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
@@ -179,7 +179,10 @@ def open_files(
 def read_in_time(
     reader: Reader, sample_ids: SampleIds, timeout: float, closing: threading.Event
 ) -> NDArray[np.uint8]:
-    """Return samples as `Reader.read_joined` does; repeat a read that fails or gives damaged data.
+    """Return samples as `Reader.read_joined` does; repeat reads that fail or give damaged data.
+
+    Only these samples are read again. Else a storage that refuses some requests, such as those
+    above a rate, would never serve a large read.
 
     Args:
         reader: Reader of the source.
@@ -191,20 +194,45 @@ def read_in_time(
         StorageError: If the samples cannot be read.
     """
     deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
+    data = reader.read_at_once(sample_ids)
+    if data is not None and _checksum_error(reader.table, sample_ids, data) is None:
+        return data
+    samples: list[bytes | None] = [None] * len(sample_ids)
     while True:
-        try:
-            data = reader.read_joined(sample_ids)
-            problem = _checksum_error(reader.table, sample_ids, data)
-            if problem is None:
-                return data
-        except OSError as error:
-            problem = str(error)
+        problem = _read_missing(reader, sample_ids, samples)
+        if problem is None:
+            return joined(sample for sample in samples if sample is not None)
         if time.monotonic() + pause > deadline or closing.wait(pause):
             raise StorageError(
                 f"{problem}. The read was repeated for {format_seconds(timeout)}. Check the "
                 "storage; `dlres store verify` reads all of it."
             )
         pause = min(2 * pause, _MAX_PAUSE)
+
+
+def _read_missing(reader: Reader, sample_ids: SampleIds, samples: list[bytes | None]) -> str | None:
+    """Read the samples that are None, and put them into the list.
+
+    Returns:
+        Why one of them cannot be read; None if all are there.
+    """
+    missing = [position for position, sample in enumerate(samples) if sample is None]
+    if not missing:
+        return None
+    ids, problem = sample_ids[missing], None
+    try:
+        results = reader.read_each(ids)
+    except OSError as error:
+        return str(error)
+    for index, (position, result) in enumerate(zip(missing, results, strict=True)):
+        if isinstance(result, OSError):
+            problem = problem or str(result)
+            continue
+        damage = checksum_error(reader.table, ids[index : index + 1], [result])
+        if damage is None:
+            samples[position] = result
+        problem = problem or damage
+    return problem
 
 
 def _voluntary_switches() -> int:

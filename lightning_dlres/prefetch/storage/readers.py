@@ -15,7 +15,7 @@ import resource
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -280,13 +280,31 @@ class Reader:
             StorageError: If a sample is gone, may not be read, or has another size than listed.
             OSError: If the access to the files fails otherwise; another try may help.
         """
-        pieces = self.pieces(sample_ids)
         samples = []
+        for data in self.read_each(sample_ids):
+            if isinstance(data, OSError):
+                raise data
+            samples.append(data)
+        return samples
+
+    def read_each(self, sample_ids: SampleIds) -> list[bytes | OSError]:
+        """Return each sample, or the error of its access to the files; another try may help.
+
+        Raises:
+            StorageError: If a sample is gone, may not be read, or has another size than listed.
+            OSError: If the access to all of the files fails.
+        """
+        pieces = self.pieces(sample_ids)
+        samples: list[bytes | OSError] = []
         for sample_id, piece, data in zip(
             sample_ids.tolist(), pieces, self._files.read(pieces), strict=True
         ):
             if isinstance(data, OSError):
-                raise self._read_error(sample_id, piece, data) from data
+                error = self._read_error(sample_id, piece, data)
+                if isinstance(error, StorageError):
+                    raise error from data
+                samples.append(error)
+                continue
             if len(data) > piece.length and not piece.is_whole:
                 raise StorageError(
                     f"{self._describe(sample_id)}: got more than the {piece.length} bytes of "
@@ -306,6 +324,11 @@ class Reader:
     def read_joined(self, sample_ids: SampleIds) -> NDArray[np.uint8]:
         """Return samples as uint8[sum of their sizes], concatenated, in memory that only the
         caller uses. Raises the errors of `read`."""
+        data = self.read_at_once(sample_ids)
+        return joined(self.read(sample_ids)) if data is None else data
+
+    def read_at_once(self, sample_ids: SampleIds) -> NDArray[np.uint8] | None:
+        """Return samples as `read_joined` does; None if `read` must read them, or show an error."""
         sizes = np.ascontiguousarray(self.table.sizes[sample_ids], dtype=np.int64)
         whole_ids = self._to_whole_ids(sample_ids)
         if self._offsets is None:
@@ -314,10 +337,7 @@ class Reader:
         else:
             paths = [self._paths[pack] for pack in (whole_ids % len(self._paths)).tolist()]
             pieces = PieceArrays(paths, self._offsets[whole_ids], sizes)
-        data = self._files.read_joined(pieces)
-        if data is None:
-            data = np.frombuffer(bytearray(b"".join(self.read(sample_ids))), dtype=np.uint8)
-        return data
+        return self._files.read_joined(pieces)
 
     def _to_whole_ids(self, sample_ids: SampleIds) -> SampleIds:
         return sample_ids if self._whole_ids is None else self._whole_ids[sample_ids]
@@ -343,6 +363,11 @@ def _read(descriptor: int, length: int, start: int) -> bytes:
     if len(first) < _MAX_PREAD_BYTES:
         return first
     return first + _read(descriptor, length - _MAX_PREAD_BYTES, start + _MAX_PREAD_BYTES)
+
+
+def joined(samples: Iterable[bytes]) -> NDArray[np.uint8]:
+    """Return uint8[sum of the lengths], the samples one behind the other in new memory."""
+    return np.frombuffer(bytearray(b"".join(samples)), dtype=np.uint8)
 
 
 def checksum_error(

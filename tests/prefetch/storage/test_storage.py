@@ -393,7 +393,7 @@ def test_a_read_that_hangs_is_an_error_and_delays_no_close(
 ) -> None:
     may_continue = threading.Event()
     reader = open_reader(folder)
-    monkeypatch.setattr(reader, "read_joined", lambda sample_ids: may_continue.wait(60))
+    monkeypatch.setattr(reader, "read_at_once", lambda sample_ids: may_continue.wait(60))
     monkeypatch.setattr(file_storage, "GRACE_SECONDS", 0.05)
     storage = FileStorage(reader, read_threads=1, timeout=0.2)
     for fetch_id in range(2):

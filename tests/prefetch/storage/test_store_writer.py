@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,16 +16,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import ConfigError, ProtocolError, StorageError
 from lightning_dlres.core.host.locks import locked
 from lightning_dlres.prefetch.loading.items import encode_item
-from lightning_dlres.prefetch.storage import readers, store_writer
+from lightning_dlres.prefetch.storage import file_storage, readers, store_writer
 from lightning_dlres.prefetch.storage.file_storage import read_in_time
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.manifest import MANIFEST, SampleTable
 from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
 from lightning_dlres.prefetch.storage.nodes.server import StoreNode
+from lightning_dlres.prefetch.storage.readers import LocalFiles, Piece, PieceArrays
 from lightning_dlres.prefetch.storage.store_writer import StoreWriter
 from lightning_dlres.prefetch.storage.writer import put
 from tests.support.sample_files import pack_of
@@ -262,6 +264,42 @@ def test_a_store_of_more_packs_than_files_may_be_open_is_read(
     with pytest.raises(StorageError, match=r"sample '039'.*ulimit -n"):
         read_in_time(reader, all_ids[39:40], 1e6, threading.Event())
     monkeypatch.undo()
+
+
+class RefusesSome(LocalFiles):
+    """Files of a busy storage, which refuses or damages every fourth read."""
+
+    def __init__(self, damages: bool) -> None:
+        super().__init__(keep_open=True)
+        self._damages, self.reads = damages, 0
+
+    def read_joined(self, pieces: PieceArrays) -> NDArray[np.uint8] | None:
+        return None
+
+    def read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
+        return [self._refused_or(data) for data in super().read(pieces)]
+
+    def _refused_or(self, data: bytes | OSError) -> bytes | OSError:
+        self.reads += 1
+        if self.reads % 4 or isinstance(data, OSError):
+            return data
+        return bytes(b ^ 1 for b in data) if self._damages else OSError("busy")
+
+
+@pytest.mark.parametrize("damages", [False, True])
+def test_only_reads_that_fail_are_repeated(
+    damages: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_storage, "_FIRST_PAUSE", 0.0)
+    put([bytes([i]) * i for i in range(1, 41)], tmp_path, packs=2)
+    reader = open_reader(tmp_path)
+    all_ids = np.arange(len(reader.table), dtype=np.uint32)
+    expected = reader.read_joined(all_ids)
+    files = reader._files = RefusesSome(damages)
+    data = read_in_time(reader, all_ids, 1e6, threading.Event())
+    assert data.tobytes() == expected.tobytes()
+    # A fourth is read again, and a fourth of these.
+    assert len(all_ids) < files.reads < 1.5 * len(all_ids)
 
 
 def test_a_flip_of_any_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
