@@ -141,6 +141,25 @@ class ZeroesLayersAfterCall(Classifier):
         return loss
 
 
+class RunsBackward(HeadOutside):
+    """Model whose step runs a backward of its own, before the call and after it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.head(batch[0][:, :5]).square().sum().backward()
+        loss = super().training_step(batch, batch_idx)
+        self.head(batch[0][:, 5:10]).square().sum().backward()
+        return loss
+
+
+class TrainsOnAttacks(HeadOutside):
+    """Model whose step moves its inputs along a gradient of theirs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].clone().requires_grad_()
+        self.head(x[:, :5]).square().sum().backward(inputs=[x])
+        return super().training_step([batch[0] + 0.1 * x.grad.sign(), batch[1]], batch_idx)
+
+
 class MovesHead(HeadOutside):
     """Model whose step moves the head to where it is, which looks at gradients, too."""
 
@@ -164,6 +183,14 @@ CASES = {
     "read in the step, not accumulated": Case(LogsHead),
     "read per micro-batch, not accumulated": Case(LogsHead, "1f1b", expected_schedule="1f1b"),
     "zeroed in the step, too": Case(ZeroesHead),
+    "backward in the step": Case(RunsBackward, options={"module": "net"}),
+    "backward per micro-batch": Case(
+        RunsBackward, "1f1b", expected_schedule="1f1b", options={"module": "net"}
+    ),
+    "gradients of inputs": Case(TrainsOnAttacks, options={"module": "net"}),
+    "gradients of inputs, accumulated": Case(
+        TrainsOnAttacks, "1f1b", trainer={"accumulate_grad_batches": 3}, options={"module": "net"}
+    ),
     "moved while accumulated": Case(MovesHead, trainer={"accumulate_grad_batches": 3}),
     "accumulated": Case(Classifier, trainer={"accumulate_grad_batches": 3}),
 }
@@ -174,6 +201,7 @@ CHANGES = [
     DeletesGradientOfHead,
     ZeroesModel,
     ZeroesLayersAfterCall,
+    RunsBackward,
 ]
 
 

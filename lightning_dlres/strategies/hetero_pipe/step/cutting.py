@@ -81,8 +81,9 @@ def module_inputs(context: StepContext, batch: Any) -> Tree:
         SkippedSamplesError: If `training_step` skips the batch.
     """
     step = LightningStep(context, context.trial_args(batch), keeps_batch=True, is_trial=True)
-    with torch.no_grad():
+    # The code before the call may run a backward of its own.
+    with torch.enable_grad():
         inputs = step.module_inputs()
     if inputs is SKIPPED:
         raise SkippedSamplesError("training_step returned None for the first samples")
-    return inputs
+    return map_tensors(lambda t: t if t.grad_fn is None else t.detach(), inputs)

@@ -55,8 +55,8 @@ class GradientsOfEarlierBatches:
         self.are_zeroed: Callable[[], bool] = lambda: False
         self.give_back: Callable[[], None] | None = None
         self._are_read = self._were_dropped = self._has_trained = False
-        # By id(parameter): gradients that were read in this run, and their elements then.
-        self._seen: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
+        # By id(parameter): gradients that this run may have changed, and their elements before.
+        self._seen: dict[int, tuple[nn.Parameter, Tensor | None, Tensor | None]] = {}
 
     def begin_step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the gradients of these parameters, if no code will use them."""
@@ -87,20 +87,37 @@ class GradientsOfEarlierBatches:
                 raise self._error(tensor)
             return
         self._note_read()
-        gradient = tensor.grad
-        if gradient is not None and id(tensor) not in self._seen and not self.are_zeroed():
-            self._seen[id(tensor)] = (tensor, gradient, gradient.clone())
+        if tensor.grad is not None:
+            self._watch(tensor)
+
+    def before_backward(self) -> None:
+        """Prepare for a backward in `training_step`, which may add to any gradient."""
+        if self.give_back is not None:
+            self.give_back()
+        for parameter in self._module.parameters():
+            if parameter.requires_grad:
+                self._watch(parameter)
 
     def refuse_changes(self) -> None:
-        """Check that the gradients which were read since the last call are unchanged.
+        """Check that the gradients which may have changed since the last call are unchanged.
 
         Raises:
             UnsupportedStepError: If one has changed.
         """
         seen, self._seen = self._seen, {}
         for parameter, gradient, before in seen.values():
-            if parameter.grad is not gradient or not _are_equal(gradient, before):
+            is_same = parameter.grad is gradient
+            if gradient is not None and before is not None:
+                is_same = is_same and _are_equal(gradient, before)
+            if not is_same:
                 raise self._error(parameter)
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        """Note a gradient as it is, unless a change would not matter."""
+        if id(parameter) not in self._seen and not self.are_zeroed():
+            gradient = parameter.grad
+            before = None if gradient is None else gradient.clone()
+            self._seen[id(parameter)] = (parameter, gradient, before)
 
     def _own_parameters(self) -> set[int]:
         return set(map(id, self._module.parameters()))

@@ -96,6 +96,8 @@ class PipelinedWeightGuard(TorchFunctionMode):
                     raise layer_tensor_error(layer, f"in {name}")
         elif self._gradients is not None and _accesses_gradient(function, name):
             self._gradients.before_access(args[0], name, args[1] if len(args) > 1 else None)
+        if name == "backward" and self._gradients is not None:
+            self._gradients.before_backward()
         if function is torch.autograd.grad:
             outputs, inputs = (tensors_of(list(argument)) for argument in args[:2])
             if _depends(self._module_inputs, inputs) and _depends(outputs, self._module_outputs):
