@@ -189,7 +189,7 @@ def test_a_read_that_hangs_is_an_error(
     batches = open_direct(stack, folder, host_options={"timeout": 0.1})
     client = batches.client
     assert isinstance(client, DirectClient)
-    monkeypatch.setattr(client.reader, "read_joined", lambda numbers: released.wait(60))
+    monkeypatch.setattr(client.reader, "read_at_once", lambda numbers: released.wait(60))
     monkeypatch.setattr(file_storage, "GRACE_SECONDS", 0.05)
     with pytest.raises(StorageError, match="reading has hung"):
         next(iter(batches))
