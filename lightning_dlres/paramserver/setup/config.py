@@ -70,7 +70,7 @@ class ParameterServerConfig:
         """Return the addresses of servers that run elsewhere; empty with embedded servers.
 
         Raises:
-            ConfigError: If they are no addresses.
+            ConfigError: If they are no addresses, or one is there twice.
         """
         if self.is_embedded:
             return []
@@ -79,6 +79,9 @@ class ParameterServerConfig:
         if not is_list or not all(isinstance(s, str) and s.startswith("tcp://") for s in servers):
             rule = '"embedded" or the addresses of servers'
             fix = "servers=['tcp://10.0.0.1:5600']"
+            raise ConfigError(got_expected("servers", self.servers, rule, fix))
+        if len(set(servers)) < len(servers):
+            rule, fix = "different addresses", f"servers={list(dict.fromkeys(servers))}"
             raise ConfigError(got_expected("servers", self.servers, rule, fix))
         return list(servers)
 
