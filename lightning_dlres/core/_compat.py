@@ -366,8 +366,10 @@ def has_other_gradient_hooks(parameter: nn.Parameter) -> bool:
 def accumulated_parameter(value: object) -> nn.Parameter:
     """Return the argument of a hook on a parameter whose gradient was accumulated.
 
+    Torch hands each hook what the one before has returned, and complains only after the last one.
+
     Raises:
-        UnsupportedStepError: If it is no parameter: torch passes on what the hook before returned.
+        UnsupportedStepError: If it is no parameter.
     """
     if not isinstance(value, nn.Parameter):
         raise UnsupportedStepError(

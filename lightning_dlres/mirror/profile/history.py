@@ -119,7 +119,8 @@ def _is_right(kind: Any, dtype: torch.dtype) -> bool:
     """Return True if the fused kernel for the CPU makes the same steps as the plain one, but for
     rounding.
 
-    SGD in torch 2.12 and 2.13 updates no whole vectors of float16 and bfloat16.
+    SGD in torch 2.12 and 2.13 updates no whole vectors of float16 and bfloat16 (pytorch issue
+    191763).
     """
     if not dtype.is_floating_point:
         return False

@@ -181,8 +181,8 @@ def read_in_time(
 ) -> NDArray[np.uint8]:
     """Return samples as `Reader.read_joined` does; repeat reads that fail or give damaged data.
 
-    Only these samples are read again. Else a storage that refuses some requests, such as those
-    above a rate, would never serve a large read.
+    Samples that are read one by one are read again alone. Otherwise a storage that refuses some
+    requests, such as those above a rate, would never serve a large read.
 
     Args:
         reader: Reader of the source.

@@ -14,13 +14,13 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.pipeline.stage.remote_parameters import set_gradient_read_hook
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import same_tensors
 
 # Beginnings of the names of modules whose functions read gradients for their caller, such as
 # `clip_grad_norm_`. The warning names the caller.
@@ -35,8 +35,7 @@ class GradientsOfEarlierBatches:
     """The gradients of earlier batches, as `training_step` sees them.
 
     They are dropped when a step begins, if Lightning would zero them before any other code could
-    use them: Lightning zeroes gradients between `training_step` and backward, but the schedule
-    computes the new ones within `training_step`. Once `training_step` reads one, they are kept.
+    use them; `gradient_zeroing` says why. Once `training_step` reads one, they are kept.
 
     It may change them only if they are zeroed next. Otherwise only the rank that runs the code
     would have the change, and it would change them in every run.
@@ -57,6 +56,8 @@ class GradientsOfEarlierBatches:
         self._are_read = self._were_dropped = self._has_trained = False
         # By id(parameter): gradients that this run may have changed, and their elements before.
         self._seen: dict[int, tuple[nn.Parameter, Tensor | None, Tensor | None]] = {}
+        # The id of each parameter of the module; None before the first access in this run.
+        self._own: set[int] | None = None
 
     def begin_step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the gradients of these parameters, if no code will use them."""
@@ -80,23 +81,28 @@ class GradientsOfEarlierBatches:
         """
         if self.give_back is not None:
             self.give_back()
-        if not isinstance(tensor, nn.Parameter) or id(tensor) not in self._own_parameters():
+        if self._own is None:
+            self._own = set(map(id, self._module.parameters()))
+        if not isinstance(tensor, nn.Parameter) or id(tensor) not in self._own:
             return
-        if operation != "__get__":
-            if tensor.grad is not value and not self.are_zeroed():
-                raise self._error(tensor)
+        is_read = operation == "__get__"
+        if is_read and not self._are_read:
+            self._note_read()
+        if self.are_zeroed():
             return
-        self._note_read()
-        if tensor.grad is not None:
+        if is_read:
             self._watch(tensor)
+        elif tensor.grad is not value:
+            raise self._error(tensor)
 
     def before_backward(self) -> None:
         """Prepare for a backward in `training_step`, which may add to any gradient."""
         if self.give_back is not None:
             self.give_back()
-        for parameter in self._module.parameters():
-            if parameter.requires_grad:
-                self._watch(parameter)
+        if not self.are_zeroed():
+            for parameter in self._module.parameters():
+                if parameter.requires_grad:
+                    self._watch(parameter)
 
     def refuse_changes(self) -> None:
         """Check that the gradients which may have changed since the last call are unchanged.
@@ -104,23 +110,20 @@ class GradientsOfEarlierBatches:
         Raises:
             UnsupportedStepError: If one has changed.
         """
-        seen, self._seen = self._seen, {}
+        seen, self._seen, self._own = self._seen, {}, None
         for parameter, gradient, before in seen.values():
             is_same = parameter.grad is gradient
             if gradient is not None and before is not None:
-                is_same = is_same and _are_equal(gradient, before)
+                is_same = is_same and same_tensors(gradient, before)
             if not is_same:
                 raise self._error(parameter)
 
     def _watch(self, parameter: nn.Parameter) -> None:
-        """Note a gradient as it is, unless a change would not matter."""
-        if id(parameter) not in self._seen and not self.are_zeroed():
+        """Note a gradient as it is."""
+        if id(parameter) not in self._seen:
             gradient = parameter.grad
             before = None if gradient is None else gradient.clone()
             self._seen[id(parameter)] = (parameter, gradient, before)
-
-    def _own_parameters(self) -> set[int]:
-        return set(map(id, self._module.parameters()))
 
     def _note_read(self) -> None:
         """Keep gradients from the next step on, if user code reads one, and not a library."""
@@ -128,7 +131,7 @@ class GradientsOfEarlierBatches:
         while frame is not None and str(frame.f_globals.get("__name__")).startswith(_PACKAGE):
             frame = frame.f_back
         place = _place_in_user_code(frame)
-        if self._are_read or place is None:
+        if place is None:
             return
         self._are_read = True
         if self._were_dropped:
@@ -218,10 +221,3 @@ def _place_in_user_code(frame: FrameType | None) -> str | None:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return None
-
-
-def _are_equal(gradient: Tensor, before: Tensor) -> bool:
-    """Return True if all elements are equal; NaN equals NaN."""
-    if gradient.layout is not torch.strided:
-        gradient, before = gradient.to_dense(), before.to_dense()
-    return torch.allclose(gradient, before, rtol=0, atol=0, equal_nan=True)

@@ -39,7 +39,8 @@ class PipelinedWeightGuard(TorchFunctionMode):
 
     These are: an operation on a meta tensor (a weight of another stage), an operation on a tensor
     that layers made (other than the pipelined module's output), and a call of `torch.autograd.grad`
-    for a gradient through the layers. It also reports accesses to `.grad`.
+    for a gradient through the layers. It also reports accesses to `.grad`, and calls of backward,
+    to `gradients`.
 
     Args:
         layer_tensors: The tensors that layers made; None for none.
