@@ -38,7 +38,12 @@ from lightning_dlres.pipeline.capture.placeholders.skeleton import (
     Skeleton,
     meta_of,
 )
-from lightning_dlres.pipeline.capture.segment_state import INPUTS, OpenStep, SegmentState
+from lightning_dlres.pipeline.capture.segment_state import (
+    CUT_THE_STEP,
+    INPUTS,
+    OpenStep,
+    SegmentState,
+)
 from lightning_dlres.pipeline.capture.trace import (
     BLOCK,
     GLUE,
@@ -189,6 +194,7 @@ class SegmentRun(SegmentState, GlueMode):
                 raise self._other_path("a return before the last submodule")
             self._refuse_placeholders("the return", output)
             return output
+        self._refuse_placeholders("the return", output)
         output = without_objects(output)
         return map_tensors(self._own_result, output) if self._own else output
 
@@ -217,6 +223,7 @@ class SegmentRun(SegmentState, GlueMode):
             self.set_active(True)
             return output
         self._is_live = True
+        self._refuse_placeholders("the arguments", (args, kwargs))
         try:
             if call > 0 or self._step:
                 self._before_layer(call)
@@ -272,6 +279,7 @@ class SegmentRun(SegmentState, GlueMode):
             return self._before_layers(index, name, function, args, kwargs)
         if self._own:
             args, kwargs = replaced(self._own_result, (args, kwargs))
+        self._refuse_placeholders(name, (args, kwargs))
         if self._is_repeating and self._trace.is_seeded(index):
             self._before_layer(seed_number(index))
         result = function(*args, **kwargs)
@@ -314,14 +322,20 @@ class SegmentRun(SegmentState, GlueMode):
             raise self._signal() from None
 
     def _refuse_placeholders(self, use: str, data: Any) -> None:
-        """Refuse tensors without data in the code after all layers."""
+        """Refuse tensors without data where their values would count."""
+        if not self._placeholders:
+            return
         for tensor in tensors_in(data):
             if storage_key(tensor) in self._placeholders:
-                fix = "Keep it in a variable of training_step, or use" if self._step else "Use"
+                fix = (
+                    "Keep it in a variable of training_step, or use it there from the first step "
+                    "on, such as multiplied by 0."
+                    if self._step
+                    else f"Use or return it in every call, or {CUT_THE_STEP}."
+                )
                 raise UnsupportedStepError(
-                    f"{self._code} must use after its last submodule only what it has used there "
-                    f"for the first samples, got {use} of another result from between its "
-                    f"submodules. {fix} it there from the first step on, such as multiplied by 0."
+                    f"{self._code} must use after a submodule only what it has used there for the "
+                    f"first samples, got {use} of another result from before it. {fix}"
                 )
 
     def _runs_here(self, index: int, name: str) -> bool:

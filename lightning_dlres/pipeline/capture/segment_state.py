@@ -29,6 +29,8 @@ from lightning_dlres.pipeline.stage.microbatch import apart
 OpenStep = Callable[[], AbstractContextManager[Callable[..., Any]]]
 # Key of the skeleton of the inputs, beside those of calls.
 INPUTS = -1
+# Way out for a forward that takes other paths in other calls.
+CUT_THE_STEP = "cut the step with HeteroPipeStrategy(module='training_step')"
 
 
 class SegmentState:
@@ -277,10 +279,9 @@ class SegmentState:
                 self._produced[value] = tensor
 
     def _placeholder(self, meta: Meta) -> Tensor:
-        """Return a tensor without data; after all layers, nothing may read it."""
+        """Return a tensor without data, which no operation of this run may use."""
         tensor = placeholder(meta, self._device, is_marked=self._is_last)
-        if self._is_last:
-            self._placeholders[storage_key(tensor)] = tensor
+        self._placeholders[storage_key(tensor)] = tensor
         return tensor
 
     def _rebuilt(self, skeleton: Skeleton, source: str, index: int) -> Tree:
@@ -300,7 +301,8 @@ class SegmentState:
         return f"{name}.training_step" if self._step else f"The forward of {name}"
 
     def _other_path(self, where: str) -> UnsupportedStepError:
+        other_way = f", or {CUT_THE_STEP}"
         return UnsupportedStepError(
             f"{self._code} must run the same operations for the same decisions, got {where}. Move "
-            "the code that differs into one of its submodules."
+            f"the code that differs into one of its submodules{'' if self._step else other_way}."
         )

@@ -208,6 +208,42 @@ class Remembering(nn.Module):
         return self.linear(x) * len(self.shared)
 
 
+class Branching(nn.Module):
+    """Module that uses results of its first submodule in more places if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.third = nn.Bilinear(FEATURES, FEATURES, FEATURES)
+        self.uses = ""
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        early = self.first(x).tanh()
+        late = self.second(early).tanh()
+        if self.uses == "glue":
+            late = late.mul_(early)
+        late = self.third(late, early if self.uses == "argument" else late)
+        if self.uses == "later glue":
+            late = late * early
+        return (late, early) if self.uses == "return" else late
+
+
+@pytest.mark.parametrize("uses", ["argument", "glue", "later glue", "return"])
+@pytest.mark.parametrize("cuts", [[], [1], [2], [1, 2]])
+def test_a_use_that_the_first_samples_did_not_show_is_right_or_refused(
+    uses: str, cuts: list[int]
+) -> None:
+    module, inputs = Branching(), ((torch.randn(3, FEATURES),), {})
+    captured = capture(module, inputs)
+    module.uses = uses
+    try:
+        ours = chain_result(captured, inputs, cuts)
+    except UnsupportedStepError as error:
+        assert "module='training_step'" in str(error)
+    else:
+        assert_alike(ours, plain_result(captured, inputs))
+
+
 def test_submodules_that_share_state_are_refused() -> None:
     with pytest.raises(UnsupportedStepError, match="must give the same output"):
         capture(Stateful(), ((torch.ones(2, FEATURES),), {}))
