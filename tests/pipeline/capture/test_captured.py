@@ -236,10 +236,13 @@ def test_a_use_that_the_first_samples_did_not_show_is_right_or_refused(
     module, inputs = Branching(), ((torch.randn(3, FEATURES),), {})
     captured = capture(module, inputs)
     module.uses = uses
+    ours, refusal = None, ""
     try:
         ours = chain_result(captured, inputs, cuts)
     except UnsupportedStepError as error:
-        assert "module='training_step'" in str(error)
+        refusal = str(error)
+    if ours is None:
+        assert "module='training_step'" in refusal
     else:
         assert_alike(ours, plain_result(captured, inputs))
 
