@@ -78,6 +78,9 @@ ALIVE = "alive"
 FENCED = "fenced"
 # The server has no job with the request's token.
 UNKNOWN_JOB = "unknown job"
+# Answer to `SETUP`: the workers of another job have not ended. The payload is the number of seconds
+# since one of them was last heard.
+BUSY = "busy"
 # The request was refused; the payload is the reason.
 FAILED = "failed"
 

@@ -15,6 +15,7 @@ from lightning_dlres.paramserver.execute.server.optimizers import (
     register_server_optimizer,
 )
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
+from lightning_dlres.paramserver.execute.worker import joining
 from tests.support.parameter_jobs import Worker, new_worker
 from tests.support.waiting import wait_until
 
@@ -61,6 +62,29 @@ def test_an_optimizer_that_fails_ends_its_job_but_not_the_server(
     assert path.read_bytes() == before
     worker = joined(stack, server, token=bytes(16))
     worker.step()
+
+
+def test_the_job_after_one_whose_workers_were_killed_waits_for_the_server(
+    stack: ExitStack, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = stack.enter_context(ParameterServer())
+    killed = joined(stack, server, worker_deadline=2.0)
+    killed.step()
+    killed.session.close()
+    worker = joined(stack, server, token=bytes(16), retry_seconds=0.1)
+    worker.step()
+    assert "busy with another job" in capfd.readouterr().err
+
+
+def test_a_server_of_a_job_that_runs_is_refused(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "_MAY_LIVE_SECONDS", 0.5)
+    server = stack.enter_context(ParameterServer())
+    other = joined(stack, server, worker_deadline=60.0)
+    with pytest.raises(PeerError, match=r"server 0 .*busy with another job, whose workers run"):
+        joined(stack, server, token=bytes(16), retry_seconds=0.1)
+    other.step()
 
 
 def test_a_server_that_is_away_for_long_is_found_again(stack: ExitStack, tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ from lightning_dlres.core.wire.refused_messages import Refusals
 
 # Seconds between two checks of the connections' limits.
 _CHECK_SECONDS = 0.1
+# Begins the names that ZeroMQ makes: that of a connection whose client, by the same name, has
+# connected again, and that of a client without a name. No client of ours has such a name.
+_GENERATED_NAME = b"\0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,11 +181,15 @@ class Server(Endpoint):
     def receive(self, timeout: float) -> Message | None:
         """Return the next message, or None if none comes within `timeout` seconds.
 
-        An invalid message is refused. The refusal ends the wait earlier, as does `interrupt`, and
-        a connection that is opened or closed; the result is then None.
+        An invalid message is refused. One that had come over a connection before its client made
+        a new one is dropped: clients ask again for what they lack. The refusal ends the wait
+        earlier, as does `interrupt`, and a connection that is opened or closed; the result is then
+        None.
         """
         try:
             return super().receive(timeout)
+        except _ReplacedConnectionError:
+            return None
         except ProtocolError as error:
             self.refusals.note(error)
             return None
@@ -304,11 +311,14 @@ class Server(Endpoint):
             raise ConfigError(f"cannot listen on {location}: {error}. Use {fix}.") from error
 
     def _unpack(self, frames: list[bytes | memoryview], connection: int) -> Message:
+        name = bytes(frames[0])
+        if name.startswith(_GENERATED_NAME):
+            raise _ReplacedConnectionError
         try:
-            peer = bytes(frames[0]).decode()
+            peer = name.decode()
         except UnicodeDecodeError as error:
             raise protocol_error(
-                self._peer_label, f"the name {frames[0]!r}", "a name in UTF-8"
+                self._peer_label, f"the name {name!r}", "a name in UTF-8"
             ) from error
         return unpack(frames[1:], peer, connection)
 
@@ -334,6 +344,10 @@ def is_loopback(address: str) -> bool:
 def public_address(address: str) -> str:
     """Return an address for other hosts: this host's name replaces a wildcard address."""
     return address.replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
+
+
+class _ReplacedConnectionError(ProtocolError):
+    """Signal that a message came over a connection that its client has replaced."""
 
 
 class _AllowedKeys:

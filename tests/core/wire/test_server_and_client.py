@@ -133,6 +133,17 @@ def test_a_client_without_a_readable_name_is_refused(
     assert "name in UTF-8" in capsys.readouterr().err
 
 
+def test_messages_under_a_name_that_zeromq_has_made_are_dropped(stack: ExitStack) -> None:
+    # ZeroMQ also gives such a name to a connection that its client has replaced.
+    server = serve(stack)
+    unnamed = raw_socket(stack, b"", server)
+    unnamed.send_multipart([bytes(part) for part in pack("data", 1, b"late")])
+    assert server.receive(SECONDS) is None
+    connect(stack, "rank 1", server).send("hello")
+    assert server.expect(SECONDS, "a hello").peer == "rank 1"
+    assert server.refusals.count == 0
+
+
 def test_a_timeout_names_the_peer_and_what_was_waited_for(stack: ExitStack) -> None:
     server = serve(stack)
     client = connect(stack, "rank 1", server)

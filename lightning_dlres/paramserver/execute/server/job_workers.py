@@ -133,6 +133,11 @@ class JobWorkers:
             if member.last_heard is not None
         )
 
+    def silence(self, now: float) -> float:
+        """Return the seconds since a worker was last heard; 0 before the first was heard."""
+        heard = [one.last_heard for one in self.by_index if one.last_heard is not None]
+        return now - max(heard, default=now)
+
     def have_left(self) -> bool:
         """Return True if all workers have said farewell."""
         return all(member.has_left for member in self.by_index)

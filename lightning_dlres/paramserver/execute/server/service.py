@@ -238,8 +238,8 @@ class ParameterServer:
                 self._answer(message, protocol.DONE)
                 return
             if not self._shard.members.are_over():
-                text = "the server is busy with another job. Wait for its end, or start another."
-                self._answer(message, protocol.FAILED, text.encode())
+                silence = self._shard.members.silence(time.monotonic())
+                self._answer(message, protocol.BUSY, msgspec.msgpack.encode(silence))
                 return
         try:
             setup = message.decode(protocol.JobSetup)

@@ -7,6 +7,7 @@ step has begun, and takes part in that step.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import msgspec
 from torch import Tensor
 
 from lightning_dlres.core.arrays import byte_array
+from lightning_dlres.core.errors import PeerError
 from lightning_dlres.core.wire.message import Message
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.consistency import BSP
@@ -23,6 +25,10 @@ from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.link import PendingRequest, ServerLink
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.waits import ServerWaits
+
+# Workers of another job may end for this time after this job has begun, in seconds. After that, the
+# other job runs if one of its workers was heard within the second time.
+_MAY_LIVE_SECONDS, _LIVE_SECONDS = 15.0, 5.0
 
 
 class Joining:
@@ -54,17 +60,10 @@ class Joining:
             states: Optimizer states of a checkpoint, by index of the key; None for new ones.
 
         Raises:
-            PeerError: If a server refuses the job, or does not answer in time.
+            PeerError: If a server refuses the job, is busy with another, or does not answer in
+                time.
         """
-        request = self._exchange.request()
-        self._waits.answers(
-            [
-                link.request(
-                    protocol.SETUP, request, msgspec.msgpack.encode(self._setup(link.index))
-                )
-                for link in self._links
-            ]
-        )
+        self._describe()
         new = [
             link
             for link, answer in zip(self._links, self._greet(), strict=True)
@@ -75,6 +74,48 @@ class Joining:
         self._waits.answers(
             [link.request(protocol.START, self._exchange.request()) for link in new]
         )
+
+    def _describe(self) -> None:
+        """Describe the job to all servers.
+
+        Workers that were killed have not left their job. A server that is busy with it is asked
+        again until it has shut them out.
+        """
+        request, start = self._exchange.request(), time.monotonic()
+        links, has_told = self._links, False
+        while True:
+            answers = self._waits.answers(
+                [
+                    link.request(
+                        protocol.SETUP, request, msgspec.msgpack.encode(self._setup(link.index))
+                    )
+                    for link in links
+                ]
+            )
+            silences = {
+                link: answer.decode(float)
+                for link, answer in zip(links, answers, strict=True)
+                if answer.kind == protocol.BUSY
+            }
+            if not silences:
+                return
+            links = list(silences)
+            peers = f"{' and '.join(link.name for link in links)}, busy with another job"
+            if time.monotonic() - start > _MAY_LIVE_SECONDS:
+                for link, silence in silences.items():
+                    if silence < _LIVE_SECONDS:
+                        raise PeerError(
+                            f"{link.name} is busy with another job, whose workers run. Wait for "
+                            "its end, or start another server."
+                        )
+            if not has_told:
+                has_told = True
+                sys.stderr.write(
+                    f"dlres: waiting for {peers}. If its workers were killed, it is free when "
+                    "their worker_deadline has passed.\n"
+                )
+                sys.stderr.flush()
+            self._waits.pause(start + self._job.timeout, peers)
 
     def join(self) -> int:
         """Take part, and land the parameters; return the number of updates that are in them.
