@@ -116,7 +116,7 @@ def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, i
         for tensor in (*call.module.parameters(), *call.module.buffers()):
             fakes[id(tensor)] = _as_parameter_like(tensor, _empty_like(tensor, device))
     # Outside of the mode: tensors in plain attributes of a layer are copied with their values.
-    module_copy = copy.deepcopy(call.module, fakes).train()
+    module_copy = copy.deepcopy(call.module, fakes)
     weights = [*module_copy.parameters(), *module_copy.buffers()]
     with mode:
         trained = [p for p in module_copy.parameters() if p.requires_grad]

@@ -256,7 +256,7 @@ class _Runner:
     """Runs one copy of a layer, or several copies in a row, as a stage runs its layers."""
 
     def __init__(self, call: LayerCall, copies: Sequence[nn.Module] | None = None) -> None:
-        copies = copies or [initialised_copy(call.module, call.device).train()]
+        copies = copies or [initialised_copy(call.module, call.device)]
         parameters = [[p for p in each.parameters() if p.requires_grad] for each in copies]
         bound = [call.bind(call.index, each) for each in copies]
         self._stage = Stage(
@@ -333,7 +333,7 @@ def _measure_times(
     """Time a kind of layer on this many copies: together as one run, if the layer can follow
     itself, and each copy as a run of its own."""
     module, device = kind.call.module, kind.call.device
-    module_copies = [initialised_copy(module, device).train() for _ in range(copies)]
+    module_copies = [initialised_copy(module, device) for _ in range(copies)]
     alone = [_Runner(kind.call, [module_copy]) for module_copy in module_copies]
     if copies == 1 or not kind.can_follow_itself:
         kind.forward, kind.backward = _mean_seconds(alone, clock, repeats, seconds)

@@ -52,7 +52,8 @@ def raw_socket(stack: ExitStack, name: bytes, server: Server) -> zmq.Socket[byte
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.destroy, linger=0)
     bare = context.socket(zmq.DEALER)
-    bare.setsockopt(zmq.IDENTITY, name)
+    if name:
+        bare.setsockopt(zmq.IDENTITY, name)
     bare.connect(server.address)
     return bare
 

@@ -216,6 +216,12 @@ def test_tokens_trees_and_layers_without_a_gradient_are_measured() -> None:
     assert len(measure(modules, torch.tensor([1, 4]))) == 4
 
 
+def test_a_frozen_batch_norm_is_measured_in_its_own_mode() -> None:
+    # In training mode it refuses a single sample.
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4).eval()]
+    assert len(measure(layers, torch.randn(1, 4))) == 2
+
+
 def test_each_layer_is_bound_by_its_index() -> None:
     modules = [nn.Linear(2, 2, bias=i == 1) for i in range(3)]
     ran: list[tuple[int, bool]] = []
