@@ -396,6 +396,7 @@ def message_group() -> dist.ProcessGroup:
 
 
 def release_group(group: dist.ProcessGroup) -> None:
-    """Destroy a result of `message_group`, unless it is the default group."""
-    if group is not dist.group.WORLD:
+    """Destroy a result of `message_group`, unless it is the default group, or all groups were
+    destroyed before."""
+    if dist.is_initialized() and group is not dist.group.WORLD:
         dist.destroy_process_group(group)

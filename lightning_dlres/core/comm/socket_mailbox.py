@@ -112,6 +112,11 @@ class SocketMailbox(Mailbox):
                     self._send(other, Control.GOODBYE, b"", [])
         thread = self._receiving.end(orderly)
         thread.join(self.timeout if orderly else FAILED_CLOSE_SECONDS)
+        if thread.is_alive() and orderly:
+            # Some rank has not said goodbye. Sockets that stay open would block a later garbage
+            # collection of their context for ever.
+            self._receiving.end(orderly=False)
+            thread.join(FAILED_CLOSE_SECONDS)
         if thread.is_alive():
             # The thread still uses the sockets, so they stay open.
             abandon([thread])

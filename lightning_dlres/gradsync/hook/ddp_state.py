@@ -41,7 +41,12 @@ from lightning_dlres.gradsync.execute.session import (
 )
 from lightning_dlres.gradsync.hook.loaded_states import require_states
 from lightning_dlres.gradsync.hook.optimizer_steps import OptimizerSteps
-from lightning_dlres.gradsync.hook.options import as_text, check_choices, checked_topology
+from lightning_dlres.gradsync.hook.options import (
+    as_text,
+    check_choices,
+    checked_topology,
+    require_all_ranks,
+)
 from lightning_dlres.gradsync.hook.parameter_names import ParameterNames
 from lightning_dlres.gradsync.hook.planned_sync import PlannedSync
 from lightning_dlres.gradsync.hook.planner import HookPlanner
@@ -213,8 +218,10 @@ class GradientSyncState(SyncStateView):
         """
         if self.failure is not None:
             raise self.failure
-        self._has_begun = True
         self._refuse_after_close()
+        if not self._has_begun:
+            require_all_ranks(bucket.parameters()[0])
+        self._has_begun = True
         try:
             # A backward that has begun without the hook may get it.
             if bucket.index() == 0 and self._begun_step != self._step:
@@ -375,6 +382,7 @@ class GradientSyncState(SyncStateView):
 
         Raises:
             PeerError: If a rank does not call it in time.
+            ConfigError: If another rank closes another state.
         """
         self._is_closed = True
         self._optimizer_steps.close()

@@ -5,10 +5,13 @@ Ranks whose options differ would wait for messages that never come, or refuse ea
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 
 import msgspec
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.checks import one_of
@@ -67,6 +70,7 @@ def require_equal_options(
     group: dist.ProcessGroup,
     timeout: float,
     check: Callable[[], None],
+    fix: str = "Give all ranks the same options.",
 ) -> None:
     """Raise an error on all ranks if an option differs between them; called by all ranks together.
 
@@ -75,6 +79,7 @@ def require_equal_options(
         group: Gloo group of all ranks.
         timeout: Deadline in seconds.
         check: Called while waiting; raises if a rank is known to have failed.
+        fix: Last sentence of the error.
 
     Raises:
         ConfigError: If an option differs. The error names it, and two ranks with their values.
@@ -87,5 +92,29 @@ def require_equal_options(
             if first[name] != other.get(name):
                 raise ConfigError(
                     f"{name} must be the same on all ranks, got {first[name]} on rank 0 and "
-                    f"{other.get(name)} on rank {rank}. Give all ranks the same options."
+                    f"{other.get(name)} on rank {rank}. {fix}"
                 )
+
+
+def require_all_ranks(parameter: Tensor) -> None:
+    """Refuse the gradients of a DistributedDataParallel over a part of the ranks.
+
+    They would become means over all ranks. A bucket does not show the group of its module, so the
+    module is searched for.
+
+    Args:
+        parameter: A parameter of the module.
+
+    Raises:
+        ConfigError: If its process group has fewer ranks than the default one.
+    """
+    ranks = dist.get_world_size()
+    for module in gc.get_objects():
+        if not issubclass(type(module), DistributedDataParallel):
+            continue
+        size = dist.get_world_size(module.process_group)
+        if size != ranks and any(each is parameter for each in module.parameters()):
+            raise ConfigError(
+                f"process_group of DistributedDataParallel must be one of all {ranks} ranks for "
+                f"compressed_hook, got one of {size}. Use process_group=None."
+            )

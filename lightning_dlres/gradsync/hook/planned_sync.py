@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dlres.core.comm.mailbox import message_group, release_group
+from lightning_dlres.core.errors import PeerTimeoutError
 from lightning_dlres.core.host.identity import host_identity
 from lightning_dlres.core.trace import Tracer
+from lightning_dlres.core.units import format_seconds
 from lightning_dlres.gradsync.execute.carried_states import carried_states
 from lightning_dlres.gradsync.execute.coordinator_trial import choose_coordinator_by_trial
 from lightning_dlres.gradsync.execute.planning import AUTO
@@ -31,7 +35,7 @@ from lightning_dlres.gradsync.execute.session import (
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.hook.drift_watch import DriftWatch
 from lightning_dlres.gradsync.hook.gradient_fusion import GradientFusion, OnDone
-from lightning_dlres.gradsync.hook.options import require_equal_options
+from lightning_dlres.gradsync.hook.options import as_text, require_equal_options
 from lightning_dlres.gradsync.hook.planner import HookPlanner
 from lightning_dlres.gradsync.hook.unsent_gradients import UnsentGradients
 from lightning_dlres.gradsync.plan.hosts import shares_hosts
@@ -43,6 +47,8 @@ from lightning_dlres.gradsync.plan.units import GradientSpec
 # are not typical: DDP sorts parameters into other buckets after step 0, and step 1 is slow because
 # connections are made in it.
 _STEPS_BEFORE_REPLAY = 3
+# Numbers of the states that are connected, by default process group.
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 _log = logging.getLogger(__name__)
 
 
@@ -98,6 +104,8 @@ class PlannedSync:
         # Serves sessions, measurements and agreements. Made at the start: making a group hangs if a
         # rank is lost.
         self._group: dist.ProcessGroup | None = None
+        # Its place among those that the ranks have connected, in the same order.
+        self._number = 0
         self._fusion: GradientFusion | None = None
         # The gradients as the plan has them.
         self._gradients: Sequence[GradientSpec] = ()
@@ -122,7 +130,9 @@ class PlannedSync:
             self.failure = error
             raise
         if is_used:
-            self._group = group
+            world = dist.group.WORLD
+            assert world is not None
+            self._group, self._number = group, next(_numbers.setdefault(world, count()))
         else:
             release_group(group)
 
@@ -393,6 +403,7 @@ class PlannedSync:
 
         Raises:
             PeerError: If a rank does not call it in time.
+            ConfigError: If another rank closes another state.
         """
         session, self.session = self.session, None
         group, self._group = self._group, None
@@ -401,7 +412,7 @@ class PlannedSync:
             if group is not None and self.failure is None:
                 # The last messages of other ranks may still need the coordinator on this rank, or
                 # pass through this rank in a ring.
-                all_ranks_agree(True, group, self._timeout, self._check)
+                self._agree_to_close(group)
                 is_orderly = True
         finally:
             if session is not None:
@@ -409,3 +420,15 @@ class PlannedSync:
             if is_orderly:
                 assert group is not None
                 release_group(group)
+
+    def _agree_to_close(self, group: dist.ProcessGroup) -> None:
+        """Wait until all ranks close this state."""
+        number = as_text(**{"The state that is closed": self._number})
+        fix = "Close the states in the same order on all ranks."
+        try:
+            require_equal_options(number, group, self._timeout, self._check, fix)
+        except PeerTimeoutError as error:
+            raise PeerTimeoutError(
+                f"`close` waited {format_seconds(self._timeout)} for the other ranks, and some "
+                "rank did not call it. Call it on all ranks, after the same step."
+            ) from error

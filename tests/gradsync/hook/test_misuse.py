@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.errors import ConfigError, PeerTimeoutError
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from tests.support.rank_pool import RankContext, RankPool
@@ -200,3 +201,91 @@ def is_initialized_after_close(context: RankContext) -> bool:
 
 def test_a_state_closed_after_its_first_step_leaves_the_default_group(pool: RankPool) -> None:
     assert pool.run(is_initialized_after_close, 2) == [True, True]
+
+
+def hooked(
+    model: nn.Module, group: dist.ProcessGroup | None = None, **options: Any
+) -> tuple[DistributedDataParallel, GradientSyncState]:
+    wrapped = DistributedDataParallel(model, process_group=group)
+    state = GradientSyncState(
+        algorithm="int8", topology="ps", coordinator="none", min_bytes=0, **options
+    )
+    state.name_parameters(model.named_parameters())
+    wrapped.register_comm_hook(state, compressed_hook)
+    return wrapped, state
+
+
+def train_in_groups(context: RankContext) -> str:
+    context.init_process_group()
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    group = groups[context.rank // 2]
+    wrapped, _ = hooked(nn.Linear(4, 2), group)
+    try:
+        wrapped(torch.ones(3, 4)).sum().backward()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_process_group_of_some_ranks_is_refused(pool: RankPool) -> None:
+    for rank, message in enumerate(pool.run(train_in_groups, 3)):
+        assert "process_group of DistributedDataParallel must be one of all 3 ranks" in message
+        assert f"got one of {1 if rank == 2 else 2}." in message
+
+
+def close_two_states(context: RankContext, transport: str) -> list[str]:
+    """Return the errors of two states that the ranks close in different orders."""
+    context.init_process_group()
+    states = []
+    for _ in range(2):
+        wrapped, state = hooked(nn.Linear(4, 2), transport=transport, timeout=20.0)
+        wrapped(torch.ones(3, 4)).sum().backward()
+        states.append(state)
+    errors = []
+    for state in reversed(states) if context.rank else states:
+        try:
+            state.close()
+        except ConfigError as error:
+            errors.append(str(error))
+    # What is left must be collectable.
+    del states, state, wrapped
+    gc.collect()
+    return errors
+
+
+@pytest.mark.parametrize("transport", ["gloo", "zmq"])
+def test_states_that_are_closed_in_different_orders_are_refused(
+    pool: RankPool, transport: str
+) -> None:
+    for errors in pool.run(close_two_states, 2, transport):
+        assert len(errors) == 2
+        assert "Close the states in the same order on all ranks." in errors[0]
+
+
+def close_late(context: RankContext) -> str:
+    context.init_process_group()
+    wrapped, state = hooked(nn.Linear(4, 2), timeout=1.0)
+    wrapped(torch.ones(3, 4)).sum().backward()
+    message = ""
+    if context.rank == 0:
+        with pytest.raises(PeerTimeoutError) as caught:
+            state.close()
+        message = str(caught.value)
+    return message
+
+
+def test_a_rank_that_does_not_close_its_state_is_an_error_of_the_others(pool: RankPool) -> None:
+    message, _ = pool.run(close_late, 2)
+    assert "`close` waited 1 s for the other ranks, and some rank did not call it" in message
+
+
+def close_after_the_group(context: RankContext) -> None:
+    context.init_process_group()
+    wrapped, state = hooked(nn.Linear(4, 2))
+    wrapped(torch.ones(3, 4)).sum().backward()
+    dist.destroy_process_group()
+    state.close()
+
+
+def test_a_state_may_be_closed_after_the_process_group(pool: RankPool) -> None:
+    pool.run(close_after_the_group, 2)
