@@ -97,6 +97,13 @@ def test_only_rank_zero_prints_an_error(
     )
 
 
+def test_a_bad_value_of_a_constructor_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ROOT / "examples" / "configs" / "parameter_server.yaml"
+    bad = "--trainer.strategy.init_args.staleness=-1"
+    assert main(["fit", "--config", str(config), bad]) == 2
+    assert "\ndlres: staleness must be a whole number" in "\n" + capsys.readouterr().err
+
+
 def test_fit_trains_the_example(pool: RankPool, tmp_path: Path) -> None:
     options = (f"--config={CONFIG}", *TINY, "--trainer.strategy=dlres_hetero_pipe")
     # `run` would return the exit status alone, without the printed plan.
