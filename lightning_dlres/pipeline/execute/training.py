@@ -210,9 +210,10 @@ class TrainingStep:
                 raise
             raise UnsupportedStepError(
                 f"A layer fails on a micro-batch of one sample ({type(error).__name__}: {error}). "
-                f"The batch of {samples} samples was cut into {len(self.sizes)} micro-batches. "
-                "Set drop_last=True in the DataLoader if the last batch is small, or use "
-                "HeteroPipeStrategy(microbatches=...) with fewer micro-batches."
+                f"The batch of {samples} samples was cut into {len(self.sizes)} micro-batches. If "
+                "the layer needs more samples, as BatchNorm does, set drop_last=True in the "
+                "DataLoader for a small last batch, or use HeteroPipeStrategy(microbatches=...) "
+                "with fewer micro-batches."
             ) from error
 
     def send_activation(self, m: int) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core.device.live_bytes import LiveBytes
+from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.rng import forked
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of
 from lightning_dlres.pipeline.profile.cpu_cache import FLUSH_BYTES
@@ -40,6 +41,7 @@ from lightning_dlres.pipeline.profile.layer_sizes import (
 )
 from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
 from lightning_dlres.pipeline.stage.initialise import initialised_copy
+from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.pipeline.stage.stage import Stage
 
 _log = logging.getLogger(__name__)
@@ -115,7 +117,8 @@ def measure_layers(
                 held_outputs = sum(kind.sizes.output_bytes for kind in kinds.values())
                 free = None if limit is None else limit - held_outputs
                 call = LayerCall(module, bind, index, activation, device, context)
-                kinds[key] = _measure_sizes(call, free)
+                with _explaining_single_samples(inputs):
+                    kinds[key] = _measure_sizes(call, free)
             layer_kinds.append(kinds[key])
             activation = kinds[key].output
         for kind in filter(lambda kind: kind.fits, kinds.values()):
@@ -137,6 +140,22 @@ def measure_layers(
     )
     load = _Load(costliest.call if costliest else None)
     return [kind.measurement(wall_per_cpu_second) for kind in layer_kinds], activation, load
+
+
+@contextmanager
+def _explaining_single_samples(inputs: Tree) -> Iterator[None]:
+    """Context manager that explains a layer's error on a micro-batch of one sample."""
+    try:
+        yield
+    except Exception as error:
+        is_explained = isinstance(error, UnsupportedStepError) or is_lack_of_memory(error)
+        if samples_in(inputs) != 1 or is_explained:
+            raise
+        raise UnsupportedStepError(
+            f"A layer fails on a micro-batch of one sample ({type(error).__name__}: {error}). If "
+            "it needs more samples, as BatchNorm does, use larger batches, or "
+            "HeteroPipeStrategy(microbatches=...) with fewer micro-batches."
+        ) from error
 
 
 @dataclass(eq=False)

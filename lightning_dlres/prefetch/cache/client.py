@@ -113,7 +113,7 @@ class CacheClient:
         with self._lock:
             # The cache delivers no more batches of the epoch before.
             self._pending.clear()
-        self._call(messages.BEGIN, msgspec.msgpack.encode(begin))
+        self._call(messages.BEGIN, msgspec.msgpack.encode(begin), self._answer_seconds)
         return epoch_id
 
     def may_request(self, waiting: int, max_waiting: int) -> bool:
@@ -160,7 +160,7 @@ class CacheClient:
 
     def metrics(self) -> messages.Metrics:
         """Return the metrics of the cache."""
-        payload = self._call(messages.METRICS, b"")
+        payload = self._call(messages.METRICS, b"", self._batch_seconds)
         return from_msgpack(payload, messages.Metrics)
 
     def close(self) -> None:
@@ -226,8 +226,8 @@ class CacheClient:
             f"end of its log:\n{self._host.log_tail()}"
         )
 
-    def _call(self, kind: str, payload: bytes) -> bytes:
-        """Send a request and return the payload of its answer."""
+    def _call(self, kind: str, payload: bytes, seconds: float) -> bytes:
+        """Send a request and return the payload of its answer, which comes within `seconds`."""
         answer = Future[bytes]()
         with self._lock:
             if self._lost_error is not None:
@@ -236,9 +236,9 @@ class CacheClient:
             self._outgoing.append((kind, payload))
         self._client.interrupt()
         try:
-            return answer.result(self._answer_seconds)
+            return answer.result(seconds)
         except TimeoutError:
-            raise self._timeout_error(f"the answer to {kind!r}", self._answer_seconds) from None
+            raise self._timeout_error(f"the answer to {kind!r}", seconds) from None
 
     def _timeout_error(self, subject: str, seconds: float) -> PeerTimeoutError:
         return PeerTimeoutError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.ranks import Ranks, set_share
 from benchmarks.support.testbed import Host, Testbed, reason_unavailable
+from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.pipeline.profile import layer_times
 from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, measure_layers
 from tests.support import throttled_process as throttled
@@ -220,6 +221,8 @@ def test_a_frozen_batch_norm_is_measured_in_its_own_mode() -> None:
     # In training mode it refuses a single sample.
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4).eval()]
     assert len(measure(layers, torch.randn(1, 4))) == 2
+    with pytest.raises(UnsupportedStepError, match=r"one sample .*as BatchNorm does, use larger"):
+        measure([nn.Linear(4, 4), nn.BatchNorm1d(4)], torch.randn(1, 4))
 
 
 def test_each_layer_is_bound_by_its_index() -> None:

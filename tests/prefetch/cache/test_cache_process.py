@@ -707,3 +707,5 @@ def test_a_cache_that_does_not_answer_is_an_error_after_the_timeout(
     stack.callback(os.kill, cache, signal.SIGKILL)
     with pytest.raises(PeerTimeoutError, match="did not send samples within 2 s"):
         list(iterator)
+    with pytest.raises(PeerTimeoutError, match="the answer to 'metrics' within 2 s"):
+        batches.client.metrics()
