@@ -18,7 +18,6 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_dlres.core.checks import instance, one_of
 from lightning_dlres.core.comm.collectives import (
     REASON_SECONDS,
-    all_ranks,
     any_rank,
     broadcast_flags,
     broadcast_tree,
@@ -28,7 +27,7 @@ from lightning_dlres.core.comm.collectives import (
 )
 from lightning_dlres.core.comm.liveness import Watch
 from lightning_dlres.core.comm.mailbox import Mailbox, message_group, release_group
-from lightning_dlres.core.errors import ConfigError, PeerError, PeerLostError
+from lightning_dlres.core.errors import ConfigError, PeerError, PeerLostError, PeerTimeoutError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire.tree import Tree
 
@@ -217,15 +216,18 @@ class Connection:
 
     def broadcast(self, tree: Tree, source: int) -> Tree:
         """Return the tree of rank `source` on all ranks."""
-        return broadcast_tree(tree, source, self.timeout, self.check)
+        with self._naming_late_ranks():
+            return broadcast_tree(tree, source, self.timeout, self.check)
 
     def broadcast_flags(self, flags: list[bool], source: int) -> list[bool]:
         """Return the flags of rank `source` on all ranks; called with equally many on each."""
-        return broadcast_flags(flags, source, self.timeout, self.check)
+        with self._naming_late_ranks():
+            return broadcast_flags(flags, source, self.timeout, self.check)
 
     def gather(self, values: list[float]) -> list[list[float]]:
         """Return the numbers of every rank, by rank."""
-        return gather_numbers(values, self.timeout, self.check)
+        with self._naming_late_ranks():
+            return gather_numbers(values, self.timeout, self.check)
 
     def any_rank(self, flag: bool, while_waiting: Callable[[], None] | None = None) -> bool:
         """Return True on all ranks if the flag is set on any.
@@ -234,11 +236,30 @@ class Connection:
             flag: This rank's flag.
             while_waiting: Called repeatedly until all ranks have called this method.
         """
-        return any_rank(flag, self.timeout, self.check, while_waiting)
+        with self._naming_late_ranks():
+            return any_rank(flag, self.timeout, self.check, while_waiting)
 
     def all_ranks(self, flag: bool) -> bool:
         """Return True on all ranks if the flag is set on all."""
-        return all_ranks(flag, self.timeout, self.check)
+        return not self.any_rank(not flag)
+
+    @contextmanager
+    def _naming_late_ranks(self) -> Iterator[None]:
+        """Context manager of a collective call; names the ranks that do not take part in time."""
+        if self._watch is not None:
+            self._watch.calls.begin()
+        try:
+            yield
+        except PeerTimeoutError as error:
+            late = self._watch.calls.late_ranks() if self._watch is not None else []
+            if not late:
+                raise
+            own_name, names = self.mailbox.names[self.rank], [self.mailbox.names[r] for r in late]
+            raise PeerTimeoutError(
+                f"{own_name} waited {self.timeout:g} s in a collective call for "
+                f"{' and '.join(names)}, where user code may be stuck. If it is only slow, raise "
+                "the strategy's timeout."
+            ) from error
 
     def close(self) -> None:
         """Close the connection; wait for the other ranks only if none has failed."""

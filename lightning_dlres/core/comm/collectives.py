@@ -164,11 +164,6 @@ def any_rank(
     return bool(value)
 
 
-def all_ranks(flag: bool, timeout: float, check: Check) -> bool:
-    """Return True if the flag is set on all ranks; called by all of them. See `any_rank`."""
-    return not any_rank(not flag, timeout, check)
-
-
 def _broadcast(data: Tensor, source: int, timeout: float, check: Check) -> None:
     if data.numel():
         work = dist.broadcast(data, source, async_op=True)

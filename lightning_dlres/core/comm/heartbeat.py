@@ -82,6 +82,7 @@ class WatchPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         confirms: Kind of the confirmed message, in a CONFIRM.
         signals: How many times a rank has received each POSIX signal, by signal number: the largest
             number that the sender knows.
+        calls: How many collective calls ranks have begun, by rank, as far as the sender knows.
     """
 
     token: bytes
@@ -90,6 +91,36 @@ class WatchPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str = ""
     confirms: str = ""
     signals: dict[int, int] = {}
+    calls: dict[int, int] = {}
+
+
+class CollectiveCalls:
+    """Numbers of collective calls that the ranks have begun, which heartbeats carry.
+
+    They tell who is late: a collective itself does not say which rank it waits for.
+
+    Args:
+        rank: This rank.
+
+    Attributes:
+        others: Numbers of other ranks. Only the watch's thread replaces the dict.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._own = rank, 0
+        self.others: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Count a call of this rank; only one thread may call it."""
+        self._own += 1
+
+    def by_rank(self) -> dict[int, int]:
+        """Return all known numbers, by rank."""
+        return {**self.others, self._rank: self._own}
+
+    def late_ranks(self) -> list[int]:
+        """Return the ranks that had not begun this rank's last call some heartbeats ago."""
+        return sorted(rank for rank, number in self.by_rank().items() if number < self._own)
 
 
 @dataclass
@@ -201,6 +232,7 @@ class WatchEndpoint(abc.ABC):
         # Counts that peers have sent, by rank; the hub sends the largest of all ranks. Only the
         # watch's thread replaces the dict.
         self.peer_signals: dict[int, dict[int, int]] = {}
+        self.calls = CollectiveCalls(rank)
         self._token = invitation.token
         # Counts and logs the messages that are refused: they do not belong to this run.
         self.refusals = (
@@ -267,7 +299,15 @@ class WatchEndpoint(abc.ABC):
             self._send(peer, kind, payload)
 
     def _payload(self, origin: int = 0, reason: str = "", confirms: str = "") -> WatchPayload:
-        return WatchPayload(self._token, self.rank, origin, reason, confirms, self.signal_counts())
+        return WatchPayload(
+            token=self._token,
+            sender=self.rank,
+            origin=origin,
+            reason=reason,
+            confirms=confirms,
+            signals=self.signal_counts(),
+            calls=self.calls.by_rank(),
+        )
 
     def _decode(self, message: Message, senders: Sequence[int]) -> WatchPayload:
         """Return the payload of a message from one of these ranks.
@@ -314,6 +354,8 @@ class Hub(WatchEndpoint):
             peer.unconfirmed.pop(payload.confirms, None)
         elif message.kind == HEARTBEAT:
             self.peer_signals = {**self.peer_signals, payload.sender: payload.signals}
+            calls = payload.calls.get(payload.sender, 0)
+            self.calls.others = {**self.calls.others, payload.sender: calls}
             self._send(peer, HEARTBEAT, self._payload())
             self._resend_unconfirmed(peer)
         else:
@@ -366,7 +408,7 @@ class Member(WatchEndpoint):
         if message.kind == CONFIRM:
             self._hub.unconfirmed.pop(payload.confirms, None)
         elif message.kind == HEARTBEAT:
-            self.peer_signals = {0: payload.signals}
+            self.peer_signals, self.calls.others = {0: payload.signals}, payload.calls
         else:
             self._hub.left = self._hub.left or message.kind == GOODBYE
             self._send(self._hub, CONFIRM, self._payload(confirms=message.kind))

@@ -86,6 +86,7 @@ class Watch:
         rank: This rank.
         invitation: Encoded invitation, for the other ranks to join.
         failed: Event that is set with `failure`.
+        calls: Numbers of collective calls, which the user of the watch counts.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Watch:
         kill: Callable[[], None] | None,
         parent: int | None,
     ) -> None:
-        self.names, self.rank = endpoint.names, endpoint.rank
+        self.names, self.rank, self.calls = endpoint.names, endpoint.rank, endpoint.calls
         self.invitation = invitation
         self.failed = threading.Event()
         self._endpoint = endpoint
