@@ -329,7 +329,7 @@ def test_a_use_of_what_was_not_sent_is_an_error() -> None:
     module, inputs = Module(uses_more_later), ((sample(0),), {})
     captured = capture(module, inputs)
     module.is_later = True
-    message = "must use after its last submodule only what it has used"
+    message = "must use after a submodule only what it has used"
     with pytest.raises(UnsupportedStepError, match=message):
         chain_result(captured, inputs, [2])
 
