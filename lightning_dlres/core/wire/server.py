@@ -182,9 +182,8 @@ class Server(Endpoint):
         """Return the next message, or None if none comes within `timeout` seconds.
 
         An invalid message is refused. One that had come over a connection before its client made
-        a new one is dropped: clients ask again for what they lack. The refusal ends the wait
-        earlier, as does `interrupt`, and a connection that is opened or closed; the result is then
-        None.
+        a new one is dropped. Both end the wait earlier, as do `interrupt`, and a connection that
+        is opened or closed; the result is then None.
         """
         try:
             return super().receive(timeout)

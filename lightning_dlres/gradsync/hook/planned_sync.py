@@ -35,7 +35,7 @@ from lightning_dlres.gradsync.execute.session import (
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.hook.drift_watch import DriftWatch
 from lightning_dlres.gradsync.hook.gradient_fusion import GradientFusion, OnDone
-from lightning_dlres.gradsync.hook.options import as_text, require_equal_options
+from lightning_dlres.gradsync.hook.options import require_equal_options
 from lightning_dlres.gradsync.hook.planner import HookPlanner
 from lightning_dlres.gradsync.hook.unsent_gradients import UnsentGradients
 from lightning_dlres.gradsync.plan.hosts import shares_hosts
@@ -423,7 +423,7 @@ class PlannedSync:
 
     def _agree_to_close(self, group: dist.ProcessGroup) -> None:
         """Wait until all ranks close this state."""
-        number = as_text(**{"The state that is closed": self._number})
+        number = {"The state that is closed": str(self._number)}
         fix = "Close the states in the same order on all ranks."
         try:
             require_equal_options(number, group, self._timeout, self._check, fix)

@@ -189,12 +189,11 @@ class SegmentRun(SegmentState, GlueMode):
             raise self._other_path("other tensors from the last layer")
         if self._is_prefix:
             return Returned(output)
-        if self._step:
-            if not (self._is_last and self._is_live):
-                raise self._other_path("a return before the last submodule")
-            self._refuse_placeholders("the return", output)
-            return output
+        if self._step and not (self._is_last and self._is_live):
+            raise self._other_path("a return before the last submodule")
         self._refuse_placeholders("the return", output)
+        if self._step:
+            return output
         output = without_objects(output)
         return map_tensors(self._own_result, output) if self._own else output
 

@@ -7,7 +7,7 @@ backward delivers the gradients of these actions to the parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,8 +20,8 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Action, Op, Schedule
-from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
 from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer, Gradients, storage_id
+from lightning_dlres.pipeline.stage.layer_errors import explaining_single_samples
 from lightning_dlres.pipeline.stage.microbatch import cut, join_if_alike, share
 from lightning_dlres.pipeline.stage.stage import inplace_safe_aliases
 
@@ -195,26 +195,13 @@ class TrainingStep:
         if not self.runtime.is_first:
             del self.inputs[m]
 
-    @contextmanager
-    def explaining_single_samples(self, m: int) -> Iterator[None]:
-        """Context manager that explains a layer's error on a micro-batch of one sample.
-
-        BatchNorm, for example, needs several samples.
-        """
-        try:
-            yield
-        except Exception as error:
-            samples = sum(self.sizes)
-            is_explained = isinstance(error, UnsupportedStepError) or is_lack_of_memory(error)
-            if self.sizes[m] > 1 or samples == 1 or is_explained:
-                raise
-            raise UnsupportedStepError(
-                f"A layer fails on a micro-batch of one sample ({type(error).__name__}: {error}). "
-                f"The batch of {samples} samples was cut into {len(self.sizes)} micro-batches. If "
-                "the layer needs more samples, as BatchNorm does, set drop_last=True in the "
-                "DataLoader for a small last batch, or use HeteroPipeStrategy(microbatches=...) "
-                "with fewer micro-batches."
-            ) from error
+    def explaining_single_samples(self, m: int) -> AbstractContextManager[None]:
+        """Return a context manager that explains a layer's error on a micro-batch of one sample."""
+        samples = sum(self.sizes)
+        return explaining_single_samples(
+            self.sizes[m] == 1 < samples,
+            f"The batch of {samples} samples was cut into {len(self.sizes)} micro-batches. ",
+        )
 
     def send_activation(self, m: int) -> None:
         self.runtime.send(Channel.ACTIVATION, 1, m, self.outputs.pop(m))

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core.device.live_bytes import LiveBytes
-from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.rng import forked
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of
 from lightning_dlres.pipeline.profile.cpu_cache import FLUSH_BYTES
@@ -41,14 +40,12 @@ from lightning_dlres.pipeline.profile.layer_sizes import (
 )
 from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
 from lightning_dlres.pipeline.stage.initialise import initialised_copy
+from lightning_dlres.pipeline.stage.layer_errors import explaining_single_samples, is_lack_of_memory
 from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.pipeline.stage.stage import Stage
 
 _log = logging.getLogger(__name__)
 
-# Part of the message of the RuntimeError that torch raises when the CPU has no memory left; torch
-# has no exception class for it.
-_CPU_ALLOCATOR = "DefaultCPUAllocator"
 # A layer is assumed to need at most this many times the bytes of its weights and inputs. If the
 # device has less memory than that, the layer's need is computed before the layer is run.
 _AMPLE_MEMORY_FACTOR = 32
@@ -117,7 +114,7 @@ def measure_layers(
                 held_outputs = sum(kind.sizes.output_bytes for kind in kinds.values())
                 free = None if limit is None else limit - held_outputs
                 call = LayerCall(module, bind, index, activation, device, context)
-                with _explaining_single_samples(inputs):
+                with explaining_single_samples(samples_in(inputs) == 1):
                     kinds[key] = _measure_sizes(call, free)
             layer_kinds.append(kinds[key])
             activation = kinds[key].output
@@ -140,22 +137,6 @@ def measure_layers(
     )
     load = _Load(costliest.call if costliest else None)
     return [kind.measurement(wall_per_cpu_second) for kind in layer_kinds], activation, load
-
-
-@contextmanager
-def _explaining_single_samples(inputs: Tree) -> Iterator[None]:
-    """Context manager that explains a layer's error on a micro-batch of one sample."""
-    try:
-        yield
-    except Exception as error:
-        is_explained = isinstance(error, UnsupportedStepError) or is_lack_of_memory(error)
-        if samples_in(inputs) != 1 or is_explained:
-            raise
-        raise UnsupportedStepError(
-            f"A layer fails on a micro-batch of one sample ({type(error).__name__}: {error}). If "
-            "it needs more samples, as BatchNorm does, use larger batches, or "
-            "HeteroPipeStrategy(microbatches=...) with fewer micro-batches."
-        ) from error
 
 
 @dataclass(eq=False)
@@ -220,13 +201,6 @@ def _measure_sizes(call: LayerCall, limit: int | None) -> _LayerKind:
             raise
     zeros, sizes, _ = sizes_without_storage(call)
     return _LayerKind(call, zeros(), sizes, fits=False)
-
-
-def is_lack_of_memory(error: Exception) -> bool:
-    """Return whether an error says that a device or the host has no memory left."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        type(error) is RuntimeError and _CPU_ALLOCATOR in str(error)
-    )
 
 
 class ComputeClock:

@@ -37,7 +37,7 @@ from lightning_dlres.pipeline.profile.device_measurement import (
     median_measurement,
 )
 from lightning_dlres.pipeline.profile.layer_sizes import bytes_of
-from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, is_lack_of_memory
+from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement
 from lightning_dlres.pipeline.profile.link_probe import (
     MAX_MESSAGE_SECONDS,
     MAX_ROUNDS,
@@ -55,6 +55,7 @@ from lightning_dlres.pipeline.profile.ranks.rank_device import (
     with_own_limits,
 )
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, RunProfile, StepCosts
+from lightning_dlres.pipeline.stage.layer_errors import is_lack_of_memory
 
 # Largest number of rounds. All ranks measure at once, as they will train: ranks of one host share
 # its caches and memory. Other work of the host may slow a round; the median ignores that round.

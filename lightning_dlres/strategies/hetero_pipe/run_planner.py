@@ -26,10 +26,10 @@ from lightning_dlres.pipeline.plan.planner import (
     unmeasured_plan,
 )
 from lightning_dlres.pipeline.profile.config import ProfileSamples
-from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
 from lightning_dlres.pipeline.profile.profiler import Profiler, ProfilingError
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, RunProfile
 from lightning_dlres.pipeline.stage.initialise import fill_deferred
+from lightning_dlres.pipeline.stage.layer_errors import is_lack_of_memory
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.hetero_pipe.checks.inspection import inspect_step
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import NoCopyError

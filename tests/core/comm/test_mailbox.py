@@ -323,3 +323,20 @@ def share_the_default_group(context: RankContext) -> list[float]:
 
 def test_mailboxes_over_the_default_group_get_their_own_messages(pool: RankPool) -> None:
     assert pool.run(share_the_default_group, 2) == [[3.0, 2.0]] * 2
+
+
+def close_without_rank_one(context: RankContext) -> bool:
+    """Return True if an orderly close without rank 1's goodbye has closed all sockets."""
+    mailbox = open_mailbox(context, "zmq", timeout=0.5)
+    assert isinstance(mailbox, SocketMailbox)
+    if context.rank == 0:
+        mailbox.close(orderly=True)
+    dist.barrier()
+    if context.rank == 1:
+        mailbox.close(orderly=False)
+    return mailbox._sockets._context.closed
+
+
+def test_a_close_that_a_rank_does_not_join_leaves_no_socket_open(pool: RankPool) -> None:
+    # An open one would block a later garbage collection of its context.
+    assert pool.run(close_without_rank_one, 2) == [True, True]

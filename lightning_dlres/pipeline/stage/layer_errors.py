@@ -1,0 +1,46 @@
+"""Errors of layers: lack of memory, and a micro-batch of one sample where several are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lightning_dlres.core.errors import UnsupportedStepError
+
+# Part of the message of the RuntimeError that torch raises when the CPU has no memory left; torch
+# has no exception class for it.
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+
+
+def is_lack_of_memory(error: Exception) -> bool:
+    """Return whether an error says that a device or the host has no memory left."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        type(error) is RuntimeError and _CPU_ALLOCATOR in str(error)
+    )
+
+
+@contextmanager
+def explaining_single_samples(is_single: bool, cut: str = "") -> Iterator[None]:
+    """Context manager that explains a layer's error on a micro-batch of one sample.
+
+    Args:
+        is_single: False passes all errors on.
+        cut: Sentence about the batch that was cut; empty for none.
+
+    Raises:
+        UnsupportedStepError: In the place of the layer's error.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_explained = isinstance(error, UnsupportedStepError) or is_lack_of_memory(error)
+        if not is_single or is_explained:
+            raise
+        raise UnsupportedStepError(
+            f"A layer fails on a micro-batch of one sample ({type(error).__name__}: {error}). "
+            f"{cut}If the layer needs more samples, as BatchNorm does, use larger batches "
+            "(drop_last=True in the DataLoader for a small last batch), or "
+            "HeteroPipeStrategy(microbatches=...) with fewer micro-batches."
+        ) from error
