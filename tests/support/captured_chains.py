@@ -47,6 +47,8 @@ def chain_result(captured: CapturedModule, inputs: Tree, cuts: list[int]) -> Res
     """Return the same of runs of layers that begin at `cuts`, each with a graph of its own."""
     count = len(captured.blocks)
     starts = sorted({0, *cuts})
+    in_blocks = {p for block in captured.blocks for p in block.parameters()}
+    between = set(captured.module.parameters()) - in_blocks
     runs = [range(a, b) for a, b in zip(starts, [*starts[1:], count], strict=True)]
     graphs: list[tuple[list[Tensor], list[Tensor], set[nn.Parameter]]] = []
     crossing = _copied(inputs)
@@ -62,15 +64,14 @@ def chain_result(captured: CapturedModule, inputs: Tree, cuts: list[int]) -> Res
         )
         layers = run or range(count - 1, count)
         own = {p for layer in layers for p in captured.blocks[layer].parameters()}
-        shared = {p for layer in layers for p in captured.shared_parameters[layer]}
-        graphs.append((leaves, tensors_of(crossing), own | shared))
+        graphs.append((leaves, tensors_of(crossing), own | between))
     output = tensors_of(crossing)
     parameters = list(captured.module.parameters())
     totals: list[Tensor | None] = [None] * len(parameters)
     gradients = [_gradient(t) for t in output]
     for leaves, results, own in reversed(graphs):
         found = _gradients(results, gradients, [*leaves, *parameters])
-        # Stages ask for the gradients of their own parameters only.
+        # Stages ask for the gradients of their own parameters, and of those between layers.
         found[len(leaves) :] = [
             gradient if parameter in own else None
             for gradient, parameter in zip(found[len(leaves) :], parameters, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 from torch import nn
@@ -58,11 +59,13 @@ class CapturedModule:
         self.module, self.names, self.blocks = module, tuple(blocks), tuple(blocks.values())
         self.shared_parameters = tuple(map(tuple, shared_parameters))
         self._paths, self._shapes, self.step = paths, ShapeInference(), step
+        self._block_parameters = frozenset(id(p) for b in self.blocks for p in b.parameters())
 
     def with_step(self, step: OpenStep) -> CapturedModule:
         """Return the same layers for the step of another run."""
-        blocks = dict(zip(self.names, self.blocks, strict=True))
-        return CapturedModule(self.module, blocks, self._paths, self.shared_parameters, step)
+        other = copy(self)
+        other.step = step
+        return other
 
     @property
     def is_step(self) -> bool:
@@ -170,4 +173,5 @@ class CapturedModule:
             before_layer=before_layer,
             shapes=self._shapes,
             step=step,
+            block_parameters=self._block_parameters,
         )

@@ -1,4 +1,4 @@
-"""Paths of a forward: its code may decide by the values of tensors, such as those of a mask."""
+"""Paths of a forward: its code may decide by the values of tensors, or by the form of arguments."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.pipeline.capture.forms import form_of
+from lightning_dlres.pipeline.capture.placeholders.skeleton import Skeleton
 from lightning_dlres.pipeline.capture.trace import Boundary, Trace
 
 Decisions = tuple[Any, ...]
+# Returns the paths for a call with other arguments, given their skeleton and the samples.
+OtherForm = Callable[[Skeleton, int | None], "Paths"]
 # Traces that are kept. Code that reads a number, such as a loss, may decide anew in every call.
 _KEPT = 64
 
@@ -22,11 +26,41 @@ class Paths:
     Args:
         first: Trace of a real run.
         record: Returns the trace of a run without data that begins with given decisions.
+        form: Form of the arguments of these traces, as by `form_of`.
+        other_form: Returns the paths for arguments of another form.
     """
 
-    def __init__(self, first: Trace, record: Callable[[Decisions], Trace]) -> None:
+    def __init__(
+        self,
+        first: Trace,
+        record: Callable[[Decisions], Trace],
+        form: bytes,
+        other_form: OtherForm,
+    ) -> None:
         self._first, self._record = first, record
         self._traces: OrderedDict[tuple[Decisions, str], Trace] = OrderedDict()
+        self._form, self._other_form = form, other_form
+        self._by_form: OrderedDict[bytes, Paths] = OrderedDict()
+
+    def for_inputs(self, inputs: Skeleton, samples: int | None) -> Paths:
+        """Return the paths for arguments of this form.
+
+        Args:
+            inputs: Skeleton of (args, kwargs) of the call.
+            samples: Samples of the call; None if they are not known.
+
+        Raises:
+            UnsupportedStepError: If the code cannot run with such arguments.
+        """
+        form = form_of(inputs)
+        if form == self._form:
+            return self
+        if form not in self._by_form:
+            self._by_form[form] = self._other_form(inputs, samples)
+            if len(self._by_form) > _KEPT:
+                self._by_form.popitem(last=False)
+        self._by_form.move_to_end(form)
+        return self._by_form[form]
 
     def trace(self, decisions: Decisions, opening: str = "") -> Trace:
         """Return a trace that begins with these decisions.

@@ -83,6 +83,7 @@ class SegmentRun(SegmentState, GlueMode):
         shapes: Results of operations before the layers, computed from shapes.
         step: Opens the training step that runs in the place of the module's forward; None for the
             forward.
+        block_parameters: Ids of the parameters of blocks.
     """
 
     def __init__(
@@ -97,8 +98,18 @@ class SegmentRun(SegmentState, GlueMode):
         before_layer: Callable[[int], None],
         shapes: ShapeInference,
         step: OpenStep | None = None,
+        block_parameters: frozenset[int] = frozenset(),
     ) -> None:
-        SegmentState.__init__(self, module, blocks, paths, layers=layers, device=device, step=step)
+        SegmentState.__init__(
+            self,
+            module,
+            blocks,
+            paths,
+            layers=layers,
+            device=device,
+            step=step,
+            block_parameters=block_parameters,
+        )
         GlueMode.__init__(self)
         self._copies, self._before_layer, self._shapes = copies, before_layer, shapes
 
@@ -113,6 +124,7 @@ class SegmentRun(SegmentState, GlueMode):
         """
         args, kwargs = inputs
         self._has_inputs, self._samples = True, samples_in(inputs)
+        self._skeletons[INPUTS] = Skeleton.of(inputs)
         self._choose_paths(is_single=self._samples == 1)
         self._take_path(())
         while True:
@@ -279,6 +291,7 @@ class SegmentRun(SegmentState, GlueMode):
         if self._own:
             args, kwargs = replaced(self._own_result, (args, kwargs))
         self._refuse_placeholders(name, (args, kwargs))
+        self._refuse_block_parameters(name, (args, kwargs))
         if self._is_repeating and self._trace.is_seeded(index):
             self._before_layer(seed_number(index))
         result = function(*args, **kwargs)
@@ -336,6 +349,13 @@ class SegmentRun(SegmentState, GlueMode):
                     f"{self._code} must use after a submodule only what it has used there for the "
                     f"first samples, got {use} of another result from before it. {fix}"
                 )
+
+    def _refuse_block_parameters(self, use: str, data: Any) -> None:
+        """Refuse a block's parameter in glue: its gradient may belong to another run of layers."""
+        if torch.is_grad_enabled() and not self._in_prefix:
+            for tensor in tensors_in(data):
+                if tensor.requires_grad and id(tensor) in self._block_parameters:
+                    raise self._other_path(f"{use} of a parameter of a submodule")
 
     def _runs_here(self, index: int, name: str) -> bool:
         """Return True for an operation of glue that belongs to this run."""

@@ -44,6 +44,7 @@ class SegmentState:
         device: Device of the layers.
         step: Opens the training step that runs in the place of the module's forward; None for the
             forward.
+        block_parameters: Ids of the parameters of blocks.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class SegmentState:
         layers: range,
         device: torch.device,
         step: OpenStep | None,
+        block_parameters: frozenset[int],
     ) -> None:
         self._module, self._blocks, self._all_paths = module, blocks, paths
         self._layers, self._device, self._step = layers, device, step
+        self._block_parameters = block_parameters
         # True for the glue after all blocks, which ends with the module's output.
         self._is_last = layers.start >= len(blocks)
         # True for a run that begins with the inputs of the module's call.
@@ -84,6 +87,7 @@ class SegmentState:
         self._given, self._opening = header.decisions, header.opening
         at = header.sample_value
         self._samples = samples = tensors[at].shape[0] if at >= 0 else header.samples
+        self._skeletons = {call: one.with_samples(samples) for call, one in header.skeletons}
         # A step takes the path of its batch, also for micro-batches of one sample.
         self._choose_paths(is_single=header.is_single if self._step else samples == 1)
         if header.moved:
@@ -93,11 +97,12 @@ class SegmentState:
         # After all blocks another path may hold for the whole batch. A step decides for it first.
         is_open = self._is_last and self._step is None
         self._take_path(() if is_open else tuple(header.decisions))
-        self._skeletons = {call: one.with_samples(samples) for call, one in header.skeletons}
 
     def _choose_paths(self, is_single: bool) -> None:
         several, single = self._all_paths
         self._is_single, self._paths = is_single, single if is_single else several
+        if self._step is None:
+            self._paths = self._paths.for_inputs(self._skeletons[INPUTS], self._samples)
 
     def _take_path(self, decisions: Decisions) -> None:
         self._trace = self._paths.trace(decisions, self._opening)

@@ -145,6 +145,14 @@ class ModelLayers:
             for layer in layers
         ]
 
+    def trainable_between(self) -> list[nn.Parameter]:
+        """Return the trainable parameters outside of the layers that code between them may use.
+
+        It may use others than in `shared`: those of a path that depends on values, and those that
+        were frozen at first.
+        """
+        return self.non_pipelined_parameters() if self.shared else []
+
     def _shared(self, layer: int) -> tuple[nn.Parameter, ...]:
         return self.shared[layer] if self.shared else ()
 

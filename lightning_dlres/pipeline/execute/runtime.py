@@ -107,6 +107,7 @@ class Runtime:
         layer_parameters: Sequence[Sequence[nn.Parameter]],
         non_pipelined: Sequence[nn.Parameter],
         sync: GradientSync,
+        between: Sequence[nn.Parameter] = (),
     ) -> None:
         """Train these parameters from now on, after user code has frozen or unfrozen some.
 
@@ -114,8 +115,9 @@ class Runtime:
             layer_parameters: Trainable parameters of every layer of the stage.
             non_pipelined: Trainable parameters outside of the layers.
             sync: Sums the gradients of these parameters.
+            between: Those of `non_pipelined` that code between two layers may use.
         """
-        self.stage.set_parameters(layer_parameters)
+        self.stage.set_parameters(layer_parameters, between)
         self.non_pipelined, self.sync = list(non_pipelined), sync
 
     def forward(

@@ -90,6 +90,7 @@ class Stage:
         recomputed: Modules of the recomputed layers, by position in this stage.
         by_layer: True makes every layer a run, so that `backward` calls `layer_done` after each.
         chain: Runs several layers at once; None runs them one after the other.
+        between: Parameters that need a gradient and that code between any two layers may use.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Stage:
         recomputed: Mapping[int, nn.Module] | None = None,
         by_layer: bool = False,
         chain: Chain | None = None,
+        between: Sequence[nn.Parameter] = (),
     ) -> None:
         self._layers, self._chain = layers, chain
         self._first_layer = first_layer
@@ -110,7 +112,7 @@ class Stage:
         self._context = context
         self._recomputed = dict(recomputed or {})
         self._by_layer = by_layer
-        self.set_parameters(parameters)
+        self.set_parameters(parameters, between)
         # By position of a layer in this stage: True if the layer changes its inputs in place, known
         # after its first run.
         self._changes_inputs: dict[int, bool] = {}
@@ -120,8 +122,15 @@ class Stage:
         self._records: dict[int, list[_RunRecord]] = {}
         self._seeds: dict[int, int] = {}
 
-    def set_parameters(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Set, for each layer, its parameters that need a gradient."""
+    def set_parameters(
+        self, parameters: Sequence[Sequence[nn.Parameter]], between: Sequence[nn.Parameter] = ()
+    ) -> None:
+        """Set the parameters that need a gradient.
+
+        Args:
+            parameters: Those of each layer.
+            between: Those that code between any two layers may use.
+        """
         self.parameters = list(dict.fromkeys(p for group in parameters for p in group))
         # With tied parameters every layer is a run. The gradients of a tied parameter are then
         # added in the same order for any choice of recomputed layers.
@@ -129,7 +138,7 @@ class Stage:
         single = set(range(len(parameters)) if self._by_layer or has_tied else self._recomputed)
         self._runs = _runs(len(parameters), single)
         self._run_parameters = [
-            list(dict.fromkeys(p for position in run for p in parameters[position]))
+            list(dict.fromkeys((*(p for at in run for p in parameters[at]), *between)))
             for run in self._runs
         ]
         # By first position of a run: the result of `_has_known_leaves_only`.

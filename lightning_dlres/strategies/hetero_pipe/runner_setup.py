@@ -124,6 +124,7 @@ def make_runner(
             },
             by_layer=len(plan.replicas) > 1,
             chain=context.pipelined.chain,
+            between=layers.trainable_between(),
         ),
         non_pipelined=non_pipelined,
         sync=make_sync(trainable, non_pipelined),
@@ -268,7 +269,10 @@ class _TrainableUpdater:
         trainable = layers.trainable(deployment.plan.layers_of(deployment.stage))
         non_pipelined = layers.non_pipelined_parameters()
         self._runtime.set_trainable(
-            trainable, non_pipelined, self._make_sync(trainable, non_pipelined)
+            trainable,
+            non_pipelined,
+            self._make_sync(trainable, non_pipelined),
+            layers.trainable_between(),
         )
 
     def _read_requires_grad(self) -> list[bool]:

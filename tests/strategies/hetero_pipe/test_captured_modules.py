@@ -165,6 +165,30 @@ class KnowsOneSample(nn.Module):
         return logits
 
 
+class MayFill(nn.Module):
+    """Module that uses a parameter of its own between its submodules if it gets a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.filler = nn.Embedding(VOCABULARY, 8), nn.Parameter(torch.randn(8))
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.first(self.embed(tokens)).tanh()
+        if mask is not None:
+            x = torch.where(mask[..., None], self.filler, x)
+        logits: Tensor = self.second(x)
+        return logits
+
+
+class Unfreezing(Trained):
+    """Trains the module's own parameter from the third step on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert isinstance(self.net, MayFill)
+        self.net.filler.requires_grad_(batch_idx > 1)
+
+
 def padded_batch(samples: int, seed: int) -> dict[str, Tensor]:
     """Return tokens that are padded in the last samples of every other batch."""
     generator = torch.Generator().manual_seed(seed)
@@ -174,11 +198,22 @@ def padded_batch(samples: int, seed: int) -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": tokens.clone()}
 
 
+def batch_with_mask(samples: int, seed: int) -> dict[str, Tensor]:
+    batch = padded_batch(samples, seed)
+    return {**batch, "mask": batch["tokens"] > 5}
+
+
+def batch_with_mask_at_times(samples: int, seed: int) -> dict[str, Tensor]:
+    return (batch_with_mask if seed % 2 else padded_batch)(samples, seed)
+
+
 LAST_STATE = CaptureCase("last state", "by hand", LastState, padded_batch, wave_loss)
 HIDES_PADDING = CaptureCase(
     "hides padding", "by hand", HidesPadding, padded_batch, lambda output: output["loss"]
 )
 ONE_SAMPLE = CaptureCase("one sample", "by hand", KnowsOneSample, padded_batch, wave_loss)
+MASKED = CaptureCase("mask", "by hand", MayFill, batch_with_mask, wave_loss)
+MASKED_AT_TIMES = replace(MASKED, batch=batch_with_mask_at_times)
 OWN_LOSS = CaptureCase("own loss", "by hand", OwnLoss, padded_batch, lambda output: output["loss"])
 
 
@@ -212,6 +247,10 @@ def cases() -> dict[str, Case]:
             )
             for schedule, expected in (("gpipe", "gpipe"), ("auto", "1f1b"))
         },
+        "mask in some steps": Case(
+            lambda: Trained(MASKED_AT_TIMES), expected_schedule="1f1b", options=MEASURED
+        ),
+        "unfreezing": Case(lambda: Unfreezing(MASKED), expected_schedule="1f1b", options=MEASURED),
         "not named": Case(
             lambda: Trained(hand_made["class_token"]), options={**MEASURED, "module": None}
         ),

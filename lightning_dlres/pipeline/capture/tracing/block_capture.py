@@ -20,6 +20,7 @@ from lightning_dlres.pipeline.capture.block_calls import (
     with_values,
 )
 from lightning_dlres.pipeline.capture.captured import CapturedModule, PathsBySize
+from lightning_dlres.pipeline.capture.forms import form_of, inputs_like
 from lightning_dlres.pipeline.capture.modes import (
     EVALUATION,
     MODES,
@@ -31,8 +32,8 @@ from lightning_dlres.pipeline.capture.modes import (
 )
 from lightning_dlres.pipeline.capture.paths import Decisions, Paths
 from lightning_dlres.pipeline.capture.placeholders.block_output import BlockOutput
-from lightning_dlres.pipeline.capture.placeholders.skeleton import SampleDim
-from lightning_dlres.pipeline.capture.segment_state import OpenStep
+from lightning_dlres.pipeline.capture.placeholders.skeleton import SampleDim, Skeleton
+from lightning_dlres.pipeline.capture.segment_state import CUT_THE_STEP, OpenStep
 from lightning_dlres.pipeline.capture.trace import BLOCK, GLUE, Boundary, Trace, Value
 from lightning_dlres.pipeline.capture.tracing.agreement import check_agreement
 from lightning_dlres.pipeline.capture.tracing.not_a_layer import NotALayer
@@ -194,29 +195,58 @@ class BlockCapture:
                 raise NotALayer(names[layer - 1], f"cannot end a stage: {boundary}")
             if self.step:
                 self._check_boundary(trace, layer, boundary)
+        outputs = [recorder.outputs, *(run.outputs for run, _ in larger)]
+        return self._with_other_paths(mode, trace, outputs), recorder
+
+    def _with_other_paths(
+        self, mode: Mode, trace: Trace, outputs: Sequence[Mapping[int, BlockOutput]]
+    ) -> Paths:
+        """Return the paths of a trace, whose others are recorded without data when they are taken.
+
+        Args:
+            mode: Mode in which the module runs.
+            trace: The trace.
+            outputs: Outputs of blocks in its run, and in those of `_larger_runs`.
+        """
+        name = type(self.module).__name__
         writes = any(event.written for event in trace.calls.values())
 
-        def record(decisions: Decisions) -> Trace:
+        def run_again(capture: BlockCapture, decisions: Decisions) -> Trace:
             if writes:
                 raise UnsupportedStepError(
-                    f"The forward of {type(self.module).__name__} must not decide by the values "
-                    "of tensors if a submodule changes its inputs in place. Set inplace=False."
+                    f"The forward of {name} must not decide by the values of tensors, or by its "
+                    "arguments, if a submodule changes its inputs in place. Set inplace=False."
                 )
+            with trial(self.module, mode, self.device):
+                first, trace = capture._recorded(outputs[0], decisions)
+            again = capture._larger_runs(mode, trace, outputs[1:], decisions)
+            return capture._with_samples(trace, first, again)
+
+        def record(decisions: Decisions) -> Trace:
             try:
-                with trial(self.module, mode, self.device):
-                    first, trace = self._recorded(recorder.outputs, decisions)
-                outputs = [run.outputs for run, _ in larger]
-                again = self._larger_runs(mode, trace, outputs, decisions)
-                return self._with_samples(trace, first, again)
+                return run_again(self, decisions)
             except Exception as error:
                 # The samples may not fit the decisions.
                 raise UnsupportedStepError(
-                    f"The forward of {type(self.module).__name__} must run on the first samples "
-                    f"for any of its decisions by values, got {type(error).__name__}: {error}. "
-                    "Move the code that decides into a submodule."
+                    f"The forward of {name} must run on the first samples for any of its decisions "
+                    f"by values, got {type(error).__name__}: {error}. Move the code that decides "
+                    "into a submodule."
                 ) from error
 
-        return Paths(trace, record), recorder
+        def other_form(inputs: Skeleton, samples: int | None) -> Paths:
+            other = replace(self, inputs=inputs_like(self.inputs, inputs, samples))
+            try:
+                return other._with_other_paths(mode, run_again(other, ()), outputs)
+            except Exception as error:
+                # The submodules' first outputs may not fit the arguments.
+                raise UnsupportedStepError(
+                    f"The forward of {name} must run on the first samples for other arguments, "
+                    "such as None in the place of a tensor or another flag, got "
+                    f"{type(error).__name__}: {error}. Give it the same arguments in each call, or "
+                    f"{CUT_THE_STEP}."
+                ) from error
+
+        return Paths(trace, record, form_of(Skeleton.of(self.inputs)), other_form)
 
     def _check_repeats(self, trace: Trace) -> None:
         """Check a trace in which blocks are called several times.
