@@ -7,7 +7,10 @@ _LIBRARIES = ("torch.", "lightning.", "lightning_dlres.", "contextlib")
 
 
 def place_of(error: BaseException) -> str:
-    """Return "file:line in function" of the innermost frame of user code; "" without one."""
+    """Return "file:line in function" of the innermost frame of user code; "" without one.
+
+    An error that only code of libraries has passed is at the place of its cause.
+    """
     place, step = "", error.__traceback__
     while step is not None:
         frame = step.tb_frame
@@ -15,4 +18,6 @@ def place_of(error: BaseException) -> str:
             code = frame.f_code
             place = f"{code.co_filename}:{step.tb_lineno} in {code.co_name}"
         step = step.tb_next
+    if not place and error.__cause__ is not None:
+        return place_of(error.__cause__)
     return place

@@ -137,6 +137,21 @@ class WithSingleSamples(Faultless):
         return F.cross_entropy(self.net(batch[0][:samples]), batch[1][:samples])
 
 
+class CutSingleSamples(Faultless):
+    """Module with a forward of its own, of which one layer fails on a single sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = OwnForward(NeedsTwoSamples(), *self.net)
+
+
+class OwnForward(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        for layer in self:
+            input = layer(input)
+        return input
+
+
 class HangingLayer(nn.Module):
     """Layer that blocks in its seventh call, longer than the timeout of the test."""
 
@@ -201,6 +216,12 @@ SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
         {},
         "must be one that can be cut into 2 stages, got one that cannot be cut: Linear",
     ),
+    (
+        CutSingleSamples,
+        {"module": "net", "microbatches": 8},
+        "got one that cannot be cut: A layer fails on a micro-batch of one sample (IndexError: one",
+    ),
+    (CutSingleSamples, {"module": "net", "microbatches": 8}, f"It is at {__file__}:"),
     (ManualOptimization, {}, "automatic_optimization must be True"),
     (TwoOptimizers, {}, "configure_optimizers must return one optimizer"),
     (NeedsAllParameters, {}, "LBFGS needs a closure"),

@@ -14,6 +14,8 @@ from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.pipeline.capture.tracing.coupling import coupling
 from lightning_dlres.pipeline.execute.runtime import SKIPPED
 from lightning_dlres.pipeline.profile.config import ProfileSamples
+from lightning_dlres.pipeline.stage.layer_errors import explaining_single_samples
+from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.strategies.hetero_pipe.step.step_context import Pipelined, StepContext
 from lightning_dlres.strategies.hetero_pipe.step.user_step import (
     LightningStep,
@@ -41,7 +43,8 @@ def cut_on_samples(context: StepContext, samples: ProfileSamples) -> Pipelined:
     if not pipelined.is_step:
         inputs = samples.inputs[0]
     inputs = _at_home(context, inputs)
-    cut = pipelined.captured_on(context.module, inputs, step)
+    with explaining_single_samples(samples_in(inputs) == 1):
+        cut = pipelined.captured_on(context.module, inputs, step)
     if pipelined.is_step and samples.microbatches > 1 and cut.captured is not None:
         batch = _at_home(context, (context.trial_args(samples.whole_batch), {}))
         reason = coupling(cut.captured, batch)
