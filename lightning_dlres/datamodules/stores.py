@@ -205,12 +205,7 @@ def _write(dataset: Any, directory: Path) -> None:
     # Remove the unfinished stores of killed processes.
     sweep(directory.parent, prefix)
     if (directory / MANIFEST).exists():
-        table = _check(dataset, directory)
-        if (changed := _differing(dataset, table)) is not None and not _is_random(dataset, changed):
-            raise ConfigError(
-                f"The store in {directory} must hold the data set, got other bytes for sample "
-                f"{changed} ({table.key(changed)!r}). Remove the store if it is out of date."
-            )
+        _require_same(dataset, directory)
         return
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     rank_zero_info(f"Putting {len(dataset)} samples into {directory}")
@@ -245,9 +240,22 @@ def _write(dataset: Any, directory: Path) -> None:
                     f"store must be a directory for stores, got {directory.parent}, in which "
                     f"{directory.name} is no store: {error.strerror}. Pass another directory."
                 ) from error
+            # The other writer may have had another data set.
+            _require_same(dataset, directory)
     finally:
         shutil.rmtree(unfinished_store, ignore_errors=True)
         lock_holder.close()
+
+
+def _require_same(dataset: Any, directory: Path) -> None:
+    """Check that a store which another process has written holds the data set."""
+    table = _check(dataset, directory)
+    if (changed := _differing(dataset, table)) is not None and not _is_random(dataset, changed):
+        raise ConfigError(
+            f"The store in {directory} must hold the data set, got other bytes for sample "
+            f"{changed} ({table.key(changed)!r}). Remove the store if it is out of date, or pass "
+            "another one."
+        )
 
 
 def _check(dataset: Any, directory: Path) -> SampleTable:

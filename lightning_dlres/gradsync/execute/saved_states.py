@@ -158,7 +158,7 @@ def restore_states(
         Names of gradients whose states were dropped, because they are gone or have another codec.
     """
     if _has_same_units(saved, plan, codecs):
-        _copy(saved[rank], plan, codecs, device, states)
+        copy_states(saved[rank], plan, codecs, device, states)
         return []
     dropped = {
         entry["gradient"]
@@ -278,13 +278,14 @@ def _matches(entry: Mapping[str, Any], units: Sequence[SyncUnit]) -> bool:
     return bool(entry["stop"] <= count and entry["codec"] in (RAW, units[0].codec))
 
 
-def _copy(
+def copy_states(
     saved: SavedStates,
     plan: SyncPlan,
     codecs: Mapping[str, GradientCodec],
     device: torch.device,
     states: CodecStates,
 ) -> None:
+    """Fill the states of this rank, which must be new, from its own saved ones of the same plan."""
     units = {(unit.gradient, unit.start, unit.stop): unit for unit in plan.units}
     for entry in saved["units"]:
         unit = units[entry["gradient"], entry["start"], entry["stop"]]

@@ -24,6 +24,7 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.saved_states import (
     LoadedStates,
     continue_states,
+    copy_states,
     save_states,
     unsent_mean,
 )
@@ -103,6 +104,8 @@ class MomentumSync:
         self._control: dist.ProcessGroup | None = None
         self._failure: BaseException | None = None
         self._loaded = LoadedStates()
+        # What this rank had not sent at the end of the last session; None without one.
+        self._ended: dict[str, Any] | None = None
 
     def attach(self, check: Callable[[], None], tracer: Tracer) -> None:
         """Use the check and the tracer of a strategy; called before the first step."""
@@ -174,6 +177,7 @@ class MomentumSync:
         After momenta have been synchronised, all ranks call it together.
         """
         self.close()
+        self._ended = None
         self._local.clear()
         self._specs.clear()
 
@@ -240,8 +244,8 @@ class MomentumSync:
         """
         engine = self.synchroniser
         if engine is None:
-            loaded = self._loaded.to_pass_on(_rank())
-            return {"step": self._step, "algorithm": self._algorithm, **loaded}
+            kept = self._ended or self._loaded.to_pass_on(_rank())
+            return {"step": self._step, "algorithm": self._algorithm, **kept}
         units = save_states(engine.states, engine.plan)
         return {"step": self._step, "algorithm": self._algorithm, **units}
 
@@ -264,11 +268,14 @@ class MomentumSync:
                 got_expected("states", [], "the states of all ranks", "states=[state of rank 0]")
             )
         self.close()
+        self._ended = None
         self._step = states[0]["step"]
         self._loaded.load(states)
 
     def close(self) -> None:
         """End the threads. All ranks call it together, unless one has failed.
+
+        `state_dict` then still has what this rank has not sent, and a later step goes on with it.
 
         Raises:
             PeerError: If a rank does not call it in time.
@@ -284,6 +291,9 @@ class MomentumSync:
     def _end_session(self) -> None:
         failure = self.failure
         if self._session is not None:
+            if failure is None:
+                engine = self._session.synchroniser
+                self._ended = save_states(engine.states, engine.plan)
             self._session.close(orderly=failure is None)
         if self._control is not None and failure is None:
             release_group(self._control)
@@ -306,7 +316,11 @@ class MomentumSync:
             alignment=BLOCK,
         )
         states = CodecStates()
-        continue_states(self._loaded.take(), plan, self._codecs, _rank(), self._device, states)
+        if self._ended is None:
+            continue_states(self._loaded.take(), plan, self._codecs, _rank(), self._device, states)
+        else:
+            copy_states(self._ended, plan, self._codecs, self._device, states)
+            self._ended = None
         session = SyncSession(timeout=self._timeout, check=self._check, tracer=self.tracer)
         session.start(plan, self._codecs, states, coordinator=self._coordinator)
         return session

@@ -63,8 +63,9 @@ class OneBitAdam(torch.optim.Optimizer):
       gradient afterwards. The own gradient has more noise, so its norm is larger, and ranks clip by
       different factors. Clip rarely, or raise the threshold after the warm-up.
     - A step is skipped on all ranks if a gradient on any rank is NaN, infinite or above 2^63 in
-      magnitude. No parameter, momentum or residual changes, and the step is not counted. This
-      includes overflows that a `torch.amp.GradScaler` finds, also on one rank only.
+      magnitude. No parameter, momentum or residual changes, and the optimizer does not count the
+      step; a Trainer's `global_step` does. A warning says so once. This includes overflows that a
+      `torch.amp.GradScaler` finds, also on one rank only; they cause no warning.
     - A parameter without a gradient (None) on all ranks is skipped. If only some ranks have one,
       it counts as zero on the others.
     - A parameter whose first gradient comes after the warm-up is trained as by AdamW, uncompressed.
@@ -115,7 +116,7 @@ class OneBitAdam(torch.optim.Optimizer):
         if sync is not None:
             instance("sync", sync, (MomentumSync,), "a MomentumSync or None", "MomentumSync()")
         self.sync = MomentumSync() if sync is None else sync
-        self._steps = 0
+        self._steps, self._has_skipped = 0, False
         defaults = {"lr": lr, "betas": _betas(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         self._rule = FreezeRule(freeze_step, max(g["betas"][1] for g in self.param_groups))
@@ -161,6 +162,7 @@ class OneBitAdam(torch.optim.Optimizer):
             is_usable = not is_unusable
             frozen = [entry for entry, has in zip(frozen, has_gradient, strict=True) if has]
         if not is_usable:
+            self._note_skipped_step()
             return loss
         self._step_uncompressed()
         self._step_frozen(frozen)
@@ -224,6 +226,16 @@ class OneBitAdam(torch.optim.Optimizer):
         filled = [gradient for gradient in gradients if gradient.numel()]
         # NaN makes the comparison false.
         return float(get_total_norm(filled, math.inf)) <= _LARGEST_GRADIENT
+
+    def _note_skipped_step(self) -> None:
+        if self._has_skipped or getattr(self, "found_inf", None) is not None:
+            return
+        self._has_skipped = True
+        warnings.warn(
+            "OneBitAdam has skipped a step, because a gradient is NaN, infinite or above 2^63 in "
+            "magnitude on some rank. Later ones are skipped without a warning: watch the loss.",
+            stacklevel=3,
+        )
 
     def _step_uncompressed(self) -> None:
         """Update the parameters whose variance is not frozen, as AdamW does."""

@@ -407,6 +407,29 @@ def test_a_late_parameter_is_trained_without_compression(pool: RankPool) -> None
     assert "bias is_frozen" not in results[0][1]
 
 
+def train_with_a_pause(context: RankContext, closes: bool) -> list[dict[Any, Tensor]]:
+    """Return the state after some steps, with the synchronisation closed and begun again or not."""
+    context.init_process_group()
+    run = Run(context, 2)
+    for number in range(7):
+        run.step(number)
+        if closes and number == 4:
+            saved = run.sync.state_dict()
+            run.sync.close()
+            run.sync.close()
+            assert run.sync.state_dict().keys() == saved.keys() > {"units"}
+    result = [run.snapshot(), run.residuals()]
+    run.sync.close()
+    return result
+
+
+def test_steps_after_a_close_go_on_with_what_was_not_sent(pool: RankPool) -> None:
+    for ours, theirs in zip(
+        pool.run(train_with_a_pause, 2, True), pool.run(train_with_a_pause, 2, False), strict=True
+    ):
+        assert all(map(equal, ours, theirs))
+
+
 def spoil(
     context: RankContext, bad: float, after_warm_up: bool, use_scaler: bool
 ) -> list[dict[Any, Tensor]]:
@@ -426,7 +449,11 @@ def spoil(
     for number in range(5 if after_warm_up else 1):
         before = step(number, 0.0)
     history = copy.deepcopy(run.optimizer.state_dict()["variance_history"])
-    skipped = step(9, bad if context.rank == 1 else 0.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        skipped = step(9, bad if context.rank == 1 else 0.0)
+    has_warned = any("OneBitAdam has skipped a step" in str(one.message) for one in caught)
+    assert has_warned != use_scaler
     assert run.optimizer.state_dict()["variance_history"] == history
     for number in range(10, 14):
         last = step(number, 0.0)

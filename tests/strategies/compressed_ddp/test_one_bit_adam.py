@@ -47,6 +47,7 @@ def fit(
     directory: str | None = None,
     resume: str | None = None,
     epochs: int = 2,
+    after: str | None = None,
 ) -> dict[str, Tensor]:
     """Return the weights after some epochs of `24 / ranks` steps.
 
@@ -56,6 +57,7 @@ def fit(
         directory: Directory for a checkpoint of each epoch.
         resume: Checkpoint to continue from.
         epochs: Number of epochs.
+        after: Path of a checkpoint that is saved after the training.
     """
     seed_everything(5, verbose=False)
     model = Model(freeze_step)
@@ -74,6 +76,8 @@ def fit(
         **{**QUIET, "enable_checkpointing": bool(callbacks)},
     )
     trainer.fit(model, DataLoader(Points(96), batch_size=4), ckpt_path=resume)
+    if after is not None:
+        trainer.save_checkpoint(after)
     return copy.deepcopy(model.state_dict())
 
 
@@ -101,6 +105,15 @@ def test_a_resumed_run_continues_exactly(
     whole = pool.run(fit, world_size, freeze_step, str(tmp_path))
     resumed = pool.run(fit, world_size, freeze_step, None, str(tmp_path / "epoch=0.ckpt"))
     assert all(equal(whole[0], other) for other in resumed)
+
+
+def test_a_checkpoint_after_the_training_has_what_was_not_sent(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    whole = pool.run(fit, 2, 4)
+    path = str(tmp_path / "after.ckpt")
+    pool.run(fit, 2, 4, epochs=1, after=path)
+    assert all(equal(whole[0], other) for other in pool.run(fit, 2, 4, None, path))
 
 
 def test_other_optimizers_beside_it_are_refused() -> None:
