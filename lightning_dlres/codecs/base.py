@@ -152,6 +152,8 @@ class Codec(ABC):
 
 
 _codecs: dict[str, Codec] = {}
+# Values of `algorithm` that are no codecs.
+_RESERVED = ("auto", "none", "powersgd")
 C = TypeVar("C", bound=type[Codec])
 
 
@@ -159,13 +161,19 @@ def register(cls: C) -> C:
     """Class decorator that adds a codec to the registry by its name.
 
     Raises:
-        ConfigError: If it is no codec with a name, or another class has that name.
+        ConfigError: If it is no codec with a name, or another class has that name, or arguments
+            give it another meaning.
     """
     is_codec = isinstance(cls, type) and issubclass(cls, Codec)
     if not (is_codec and isinstance(getattr(cls, "name", None), str)):
         raise ConfigError(
             f"cls must be a subclass of Codec with a class attribute `name`, got {cls!r}. Decorate "
             "such a class with @register_codec, without arguments."
+        )
+    if not cls.name or cls.name in _RESERVED:
+        rule = f"a text that is none of {list(_RESERVED)}"
+        raise ConfigError(
+            got_expected(f"name of codec {cls.__qualname__}", cls.name, rule, "'mine'")
         )
     registered = _codecs.setdefault(cls.name, cls())
     if type(registered) is not cls:

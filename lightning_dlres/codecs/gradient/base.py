@@ -59,7 +59,7 @@ class GradientCodec(Codec):
 
     @abstractmethod
     def payload_bytes(self, count: int) -> int:
-        """Return the payload's size in bytes for `count` elements; a multiple of 4."""
+        """Return the payload's size in bytes for `count` elements; a positive multiple of 4."""
 
     @abstractmethod
     def compress(
@@ -82,10 +82,10 @@ class GradientCodec(Codec):
     def expand(
         self, payload: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
-        """Decode a payload.
+        """Decode a payload. Equal payloads must give equal values, bit for bit, on all ranks.
 
         Args:
-            payload: uint8[payload_bytes(n)], aligned to 4 bytes.
+            payload: uint8[payload_bytes(n)], aligned to 4 bytes; not changed.
             out: float32[n], contiguous, on the same device.
             scale: Factor of the decoded values.
             accumulate: Add to `out` instead of replacing its values.

@@ -17,6 +17,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from lightning_dlres.codecs.gradient import GradientCodec, gradient_codec, gradient_codec_names
+from lightning_dlres.codecs.gradient.contract import require_contract
 from lightning_dlres.core.checks import keyword_arguments
 from lightning_dlres.core.comm.collectives import gather_bytes, wait_for_collective
 from lightning_dlres.core.comm.mailbox import Mailbox, message_group, release_group
@@ -235,7 +236,8 @@ def gradient_codecs(
         others: Further names that are allowed, of algorithms without a codec.
 
     Raises:
-        ConfigError: If no gradient codec has that name, or an option is unknown or bad.
+        ConfigError: If no gradient codec has that name, an option is unknown or bad, or a codec
+            from outside of this package breaks a rule of `GradientCodec`.
     """
     options = keyword_arguments("codec_options", codec_options)
     names = gradient_codec_names()
@@ -252,4 +254,6 @@ def gradient_codecs(
     if not options.keys() <= known.keys():
         rule = f"arguments of {kind.__name__}: {sorted(known)}"
         raise ConfigError(got_expected("codec_options", options, rule, "codec_options=None"))
-    return {algorithm: kind(**options)}
+    codec = kind(**options)
+    require_contract(codec)
+    return {algorithm: codec}

@@ -1,0 +1,68 @@
+"""Trial of a gradient codec from outside of this package: what the ranks rely on."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_dlres.codecs.gradient.base import GradientCodec
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.rng import forked
+
+_COUNT = 1000
+# What `out` holds before a payload is decoded into it.
+_FILLS = (float("nan"), 0.0, 1.0)
+# Relative difference of sums that counts as rounding.
+_TOLERANCE = 1e-5
+
+
+def require_contract(codec: GradientCodec) -> None:
+    """Compress and expand a small gradient on the CPU.
+
+    Each rank decodes payloads itself. If a codec decoded one payload into several values, the
+    parameters of the ranks would drift apart without an error. A codec that raises here, such as
+    one for GPUs only, is not judged.
+
+    Raises:
+        ConfigError: If the codec breaks a rule of `GradientCodec`.
+    """
+    if type(codec).__module__.startswith("lightning_dlres."):
+        return
+    with forked(torch.device("cpu")):
+        try:
+            broken = _broken_rule(codec.at_step(0))
+        except Exception:
+            # It raises again in its first step, where the error says what it is about.
+            return
+    if broken:
+        raise ConfigError(
+            f"codec {codec.name!r} must {broken}. See the docstring of GradientCodec."
+        )
+
+
+def _broken_rule(codec: GradientCodec) -> str:
+    """Return the rule that the codec breaks, and what it does; "" if there is none."""
+    nbytes = codec.payload_bytes(_COUNT)
+    if not isinstance(nbytes, int) or nbytes < 4 or nbytes % 4:
+        rule = "return a positive multiple of 4 from payload_bytes"
+        return f"{rule}, got {nbytes!r} for {_COUNT} elements"
+    values = torch.randn(_COUNT, generator=torch.Generator().manual_seed(0))
+    given, payload = values.clone(), torch.zeros(nbytes, dtype=torch.uint8)
+    codec.compress(given, codec.new_state(_COUNT, values.device), payload, scale=1.0, seed=1)
+    if not torch.equal(given, values):
+        return "leave the values as they are in compress, got others afterwards"
+    sent, decoded = payload.clone(), []
+    for fill in _FILLS:
+        out = torch.full((_COUNT,), fill)
+        codec.expand(payload, out, scale=1.0, accumulate=False)
+        decoded.append(out)
+    if not torch.equal(payload, sent):
+        return "leave the payload as it is in expand, got another one afterwards"
+    if not all(torch.equal(out, decoded[0]) for out in decoded):
+        rule = "replace all values of `out` in expand by the same ones for the same payload"
+        return f"{rule}, got other ones in another call"
+    total = torch.ones(_COUNT)
+    codec.expand(payload, total, scale=2.0, accumulate=True)
+    expected = 1 + 2 * decoded[0]
+    if not torch.allclose(total, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+        return "add scale times the values to `out` in expand with accumulate=True, got other sums"
+    return ""
