@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -310,6 +310,36 @@ def test_a_store_of_another_data_set_of_the_same_length_is_refused(tmp_path: Pat
         trainer(tmp_path).fit(
             Model(), datamodule=data_module(train=scaled, store=tmp_path / "kept")
         )
+
+
+class Overtaken(TensorDataset):
+    """Data set during whose writing another process finishes a store of other samples."""
+
+    def __init__(self, directory: Path, *tensors: Tensor) -> None:
+        super().__init__(*tensors)
+        self.directory = directory
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.directory.exists():
+            put(data_set(), self.directory, encode=encode_item, encoding=ENCODING)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_store_that_another_process_finishes_first_is_compared(
+    factor: int, tmp_path: Path
+) -> None:
+    overtaken = Overtaken(
+        tmp_path / "kept" / "train", factor * data_set().tensors[0], torch.arange(COUNT)
+    )
+    model = Model()
+    raised = pytest.raises(dlres.ConfigError, match="got other bytes for sample 0")
+    with raised if factor == 2 else nullcontext():
+        trainer(tmp_path).fit(
+            model, datamodule=data_module(train=overtaken, store=tmp_path / "kept")
+        )
+    assert seen_in(model, 1) == ([] if factor == 2 else order(1))
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["train"]
 
 
 class Augmented(TensorDataset):

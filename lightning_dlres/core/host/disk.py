@@ -49,6 +49,6 @@ def temporary_file(directory: Path, name: str, nbytes: int) -> tuple[int, str]:
         free = format_bytes(state.f_bavail * state.f_frsize)
         raise ConfigError(
             f"directory must have {format_bytes(nbytes)} of free space, got {free} in {directory}. "
-            "Use another directory, or a smaller size."
+            "Free some space, or use another directory or a smaller size."
         ) from error
     return descriptor, path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -56,7 +57,11 @@ def measure_link(
     """
     # A GPU has little memory to spare, and its copies bypass the processor's cache.
     max_bytes, uncached = (_MAX_BYTES, _UNCACHED_BYTES) if gpu is None else (_MAX_GPU_BYTES // 4, 0)
-    size = min(max(nbytes, _MIN_BYTES), max_bytes)
+    if directory is not None:
+        # The measurement must not fill a disk that has room for the run.
+        free = shutil.disk_usage(directory).free // 2
+        max_bytes, uncached = min(max_bytes, free // 2), min(uncached, free)
+    size = max(min(nbytes, max_bytes), _MIN_BYTES)
     # Enough buffers that none is in the processor's cache when it is used again.
     count = max(2, -(-uncached // size))
     tier = SlabTier(count * aligned(size), directory, pinned)

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_dlres.codecs.gradient import gradient_codec
+from lightning_dlres.codecs.gradient.contract import require_contract
 from lightning_dlres.core.comm.device_transfers import nccl_identity
 from lightning_dlres.core.comm.direct_link import DirectLink, direct_pairs, open_direct_links
 from lightning_dlres.core.comm.mailbox import Channel
@@ -220,6 +221,7 @@ def _open_compression(
     if options.gradient_codec is None or len(plan.replicas) == 1 or not is_training:
         return None
     codec = gradient_codec(options.gradient_codec)
+    require_contract(codec)
     if not codec.suits_adam:
         warn_about_few_bits("gradient_codec", codec.name, deployment.optimizers, fix="SGD")
     compression = ReplicaCompression(
