@@ -16,7 +16,6 @@ from collections import deque
 from dataclasses import dataclass
 
 import msgspec
-import zmq
 
 from lightning_dlres.core.errors import PeerError, PeerLostError, ProtocolError
 from lightning_dlres.core.wire.decoding import from_msgpack
@@ -27,10 +26,8 @@ from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.sending_waits import SendingWait
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
 from lightning_dlres.paramserver.execute.worker.push_log import NOT_COMMITTED, LogEntry
+from lightning_dlres.paramserver.execute.worker.push_window import PushWindow
 
-# Bytes of pushes that ZeroMQ holds at a time. With more, workers that push at different times would
-# send their keys in different orders, and every key waits for the last worker.
-_IN_FLIGHT_BYTES = 2 << 20
 # Requests without an answer at a time.
 _MAX_REQUESTS = 8
 # Longest wait for a message in seconds, unless messages are sent again earlier.
@@ -53,6 +50,7 @@ class PendingRequest:
     Attributes:
         kind, details, payload: The message.
         sent: Clock when it was last sent; -inf before.
+        tries: How often it was sent.
         answer: Its answer; None before.
     """
 
@@ -60,6 +58,7 @@ class PendingRequest:
     details: bytes
     payload: Buffer = b""
     sent: float = -math.inf
+    tries: int = 0
     answer: Message | None = None
 
 
@@ -111,8 +110,7 @@ class ServerLink:
         # and values go out while pushes come in. The order of first use in forward would differ
         # between workers: each could only choose among the gradients that it has by then.
         self._pushes: list[tuple[int, int, int]] = []
-        self._in_flight: deque[tuple[zmq.MessageTracker, int]] = deque()
-        self._in_flight_bytes = 0
+        self._window = PushWindow(is_synchronous=exchange.is_synchronous)
         self._wait = SendingWait()
         # Entries of `_pushes`, by key and number.
         self._queued: dict[tuple[int, int], LogEntry] = {}
@@ -186,9 +184,10 @@ class ServerLink:
             while self._posts and self._may_send():
                 kind, details, payload = self._posts.popleft()
                 self._client.send(kind, payload, details=details)
-            is_sending = bool(self._pushes)
-        idle = min(_IDLE_SECONDS, self._retry_seconds / 4)
-        message = self._client.receive(self._wait.seconds if is_sending else idle)
+            idle = min(_IDLE_SECONDS, self._retry_seconds / 4)
+            if self._pushes:
+                idle = min(idle, self._window.wait(time.monotonic()) or self._wait.seconds)
+        message = self._client.receive(idle)
         with self._exchange.lock:
             now = time.monotonic()
             if message is not None:
@@ -217,18 +216,15 @@ class ServerLink:
         return self._client.is_writable
 
     def _send_pushes(self) -> None:
-        has_moved = False
-        while self._in_flight and self._in_flight[0][0].done:
-            self._in_flight_bytes -= self._in_flight.popleft()[1]
-            has_moved = True
-        while self._pushes and self._in_flight_bytes < _IN_FLIGHT_BYTES and self._may_send():
+        has_moved = self._window.collect()
+        while self._pushes and not self._window.is_full(time.monotonic()) and self._may_send():
             has_moved = True
             _, key, number = heapq.heappop(self._pushes)
             entry = self._queued.pop((key, number))
-            key_exchange = self._exchange.keys[key]
-            if key_exchange.expected == number:
-                key_exchange.is_queued = False
-                key_exchange.touched = time.monotonic()
+            key_exchange, now = self._exchange.keys[key], time.monotonic()
+            is_awaited = key_exchange.expected == number
+            if is_awaited:
+                key_exchange.is_queued, key_exchange.touched = False, now
             if entry.is_durable:
                 continue
             tracker = self._client.send_tracked(
@@ -240,8 +236,7 @@ class ServerLink:
             entry.trackers = [one for one in entry.trackers if not one.done]
             entry.trackers.append(tracker)
             nbytes = len(entry.payload)
-            self._in_flight.append((tracker, nbytes))
-            self._in_flight_bytes += nbytes
+            self._window.sent(key, nbytes, tracker, now, is_awaited=is_awaited)
             self._exchange.pushed_bytes += nbytes
         self._wait.note(has_moved=has_moved)
 
@@ -258,7 +253,7 @@ class ServerLink:
         # There may be thousands, and all that are here have no answer yet.
         for sequence, pending in itertools.islice(self._requests.items(), _MAX_REQUESTS):
             if now - pending.sent >= self._retry_seconds and self._may_send():
-                pending.sent = now
+                pending.sent, pending.tries = now, pending.tries + 1
                 self._client.send(
                     pending.kind, pending.payload, sequence=sequence, details=pending.details
                 )
@@ -333,6 +328,8 @@ class ServerLink:
             # Worker 0 has not described the job yet: ask again later.
             return
         del self._requests[message.sequence]
+        if pending.tries == 1:
+            self._window.note_round_trip(time.monotonic() - pending.sent)
         if message.kind == protocol.FAILED:
             raise self._refusal(message)
         if message.kind == protocol.UNKNOWN_JOB:
@@ -412,7 +409,7 @@ class ServerLink:
         # Another worker may have committed before this one heard of the merge.
         one.norm = reply.norm
         self._exchange.pulled_bytes += len(payload)
-        self._last_progress = time.monotonic()
+        self._note_progress(reply.key)
         self._exchange.answered(reply.key, has_value=True)
 
     def _take_merged(self, one: KeyExchange, reply: protocol.KeyReply) -> None:
@@ -428,8 +425,12 @@ class ServerLink:
             if reply.norm < 0:
                 raise ProtocolError(f"{self.name} sent the squared norm {reply.norm} of {one.key}.")
             one.is_merged, one.norm = True, reply.norm
-            self._last_progress = time.monotonic()
+            self._note_progress(reply.key)
             self._exchange.answered(reply.key, has_value=False)
+
+    def _note_progress(self, key: int) -> None:
+        self._last_progress = time.monotonic()
+        self._window.answered(key, self._last_progress)
 
     def _resend(self, one: KeyExchange, number: int) -> None:
         """Send the pushes of a key after a number again."""

@@ -1,0 +1,92 @@
+"""Window of a worker's pushes to one server: how far it may be ahead of the other workers.
+
+Workers that send to one server at once get uneven parts of its link, and each key waits for the
+last worker. If one worker has sent all its keys early, the values of the last ones go out late,
+when the link carries no pushes any more. So a worker sends a few keys ahead of the answers, and
+then waits for them. It does not wait for a worker that still computes: without an answer for twice
+the longest interval of late, it sends the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import zmq
+
+# Bytes of pushes that ZeroMQ holds at a time. With more, workers that push at different times would
+# send their keys in different orders.
+_IN_FLIGHT_BYTES = 2 << 20
+# Bytes of pushes without an answer; further ones for each second of a round trip, as many as a link
+# of 4 Gbit/s carries.
+_UNANSWERED_BYTES, _BYTES_PER_SECOND = 4 << 20, 500e6
+# Bounds of the wait for an answer in seconds, and its length in longest intervals of two answers.
+_LEAST_WAIT, _LONGEST_WAIT, _INTERVALS = 0.02, 0.25, 2
+# Part of the longest interval that is kept with each answer, so that an old one is forgotten.
+_KEPT = 0.95
+
+
+class PushWindow:
+    """Window of pushes to one server.
+
+    Args:
+        is_synchronous: True if answers need the pushes of all workers. Otherwise ZeroMQ's memory is
+            the only bound.
+    """
+
+    def __init__(self, *, is_synchronous: bool) -> None:
+        self._is_synchronous = is_synchronous
+        self._in_flight: deque[tuple[zmq.MessageTracker, int]] = deque()
+        self._in_flight_bytes = 0
+        # By key: bytes of pushes without an answer.
+        self._unanswered: dict[int, int] = {}
+        self._unanswered_bytes = 0
+        # Clock at the last answer, or at the first push after all were answered.
+        self._last = 0.0
+        self._interval = _LONGEST_WAIT / _INTERVALS
+        self._round_trip = float("inf")
+
+    def note_round_trip(self, seconds: float) -> None:
+        """Note the time from a request to its answer."""
+        self._round_trip = min(self._round_trip, seconds)
+
+    def collect(self) -> bool:
+        """Forget the pushes that ZeroMQ has handed on; return True if there were any."""
+        has_moved = False
+        while self._in_flight and self._in_flight[0][0].done:
+            self._in_flight_bytes -= self._in_flight.popleft()[1]
+            has_moved = True
+        return has_moved
+
+    def sent(
+        self, key: int, nbytes: int, tracker: zmq.MessageTracker, now: float, *, is_awaited: bool
+    ) -> None:
+        """Note a push; `is_awaited` says that an answer will come."""
+        self._in_flight.append((tracker, nbytes))
+        self._in_flight_bytes += nbytes
+        if not (is_awaited and self._is_synchronous):
+            return
+        if not self._unanswered:
+            self._last = now
+        self._unanswered_bytes += nbytes - self._unanswered.get(key, 0)
+        self._unanswered[key] = nbytes
+
+    def answered(self, key: int, now: float) -> None:
+        """Note that a key's value has arrived, or that it was merged."""
+        nbytes = self._unanswered.pop(key, 0)
+        if nbytes:
+            self._unanswered_bytes -= nbytes
+            # Answers come in bursts, so a mean would be too short.
+            self._interval = max(_KEPT * self._interval, min(now - self._last, _LONGEST_WAIT))
+            self._last = now
+
+    def is_full(self, now: float) -> bool:
+        """Return True if no push may be sent now."""
+        return self._in_flight_bytes >= _IN_FLIGHT_BYTES or self.wait(now) > 0
+
+    def wait(self, now: float) -> float:
+        """Return the seconds for which pushes wait for an answer; 0 if they do not."""
+        room = _UNANSWERED_BYTES + self._round_trip * _BYTES_PER_SECOND
+        if self._unanswered_bytes < room:
+            return 0.0
+        longest = min(max(_INTERVALS * self._interval, _LEAST_WAIT), _LONGEST_WAIT)
+        return max(self._last + longest - now, 0.0)
