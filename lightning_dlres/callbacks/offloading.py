@@ -65,7 +65,8 @@ class MemoryBudget:
             disk: Directory on a fast local disk, for tensors that do not fit the host budget. On
                 the CPU all offloaded tensors go there; None then means the system's directory for
                 temporary files.
-            disk_budget: Bytes on that disk. None: no limit.
+            disk_budget: Bytes on that disk in the planned steps; those that are measured may take
+                more. None: no limit.
             min_size: Size below which tensors stay, in bytes.
             actions: Some of "compress", "offload", "reuse" and "recompute". "reuse" lets layers
                 write their input's gradient into their input's memory, if nothing else reads it.
