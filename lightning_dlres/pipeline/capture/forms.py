@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -27,23 +28,42 @@ def form_of(inputs: Skeleton) -> bytes:
     return msgspec.msgpack.encode(_form(inputs.structure, depth=0))
 
 
+# Tags of nodes, see `core.wire.tree`: those with a list of nodes, and those with pairs.
+_SEQUENCES, _MAPPINGS, _TENSORS = ("l", "u", "n"), ("d", "m", "c"), ("t", "a", "g")
 # Depth of the arguments themselves in the structure of (args, kwargs).
 _ARGUMENTS = 2
 
 
 def _form(node: Structure, depth: int) -> Any:
     tag, content = node[0], node[-1]
-    if tag in ("l", "u", "n") and isinstance(content, list):
+    if tag in _SEQUENCES and isinstance(content, list):
         return [*node[:-1], [_form(child, depth + 1) for child in content]]
-    if tag == "d" and isinstance(content, list):
-        return [tag, [[key, _form(value, depth + 1)] for key, value in content]]
-    if tag in ("m", "c") and isinstance(content, list):
+    if tag in _MAPPINGS and isinstance(content, list):
         return [*node[:-1], [[key, _form(value, depth + 1)] for key, value in content]]
-    if tag in ("t", "a", "g"):
+    if tag in _TENSORS:
         return tag
     is_kept = content is None or isinstance(content, bool) or tag in ("e", "k")
     is_kept |= isinstance(content, str) and tag == "v" and depth == _ARGUMENTS
     return node if is_kept else tag
+
+
+def tensor_places(form: bytes) -> list[str]:
+    """Return the places of tensors and arrays in a form, in order."""
+    return list(_places(msgspec.msgpack.decode(form), ""))
+
+
+def _places(node: Any, at: str) -> Iterator[str]:
+    if isinstance(node, str):
+        if node in _TENSORS:
+            yield at
+        return
+    tag, content = node[0], node[-1]
+    if tag in _SEQUENCES and isinstance(content, list):
+        for index, child in enumerate(content):
+            yield from _places(child, f"{at}.{index}")
+    elif tag in _MAPPINGS and isinstance(content, list):
+        for key, value in content:
+            yield from _places(value, f"{at}.{key}")
 
 
 def inputs_like(first: Tree, inputs: Skeleton, samples: int | None) -> Tree:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.pipeline.capture.forms import form_of
+from lightning_dlres.pipeline.capture.forms import form_of, tensor_places
 from lightning_dlres.pipeline.capture.placeholders.skeleton import Skeleton
 from lightning_dlres.pipeline.capture.trace import Boundary, Trace
 
@@ -56,7 +56,14 @@ class Paths:
         if form == self._form:
             return self
         if form not in self._by_form:
-            self._by_form[form] = self._other_form(inputs, samples)
+            try:
+                self._by_form[form] = self._other_form(inputs, samples)
+            except UnsupportedStepError:
+                # Flags need not lead to other operations. A run finds out, but not if tensors are
+                # at other places.
+                if tensor_places(form) != tensor_places(self._form):
+                    raise
+                self._by_form[form] = self
             if len(self._by_form) > _KEPT:
                 self._by_form.popitem(last=False)
         self._by_form.move_to_end(form)

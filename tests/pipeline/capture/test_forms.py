@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.pipeline.capture.forms import form_of, inputs_like
+from lightning_dlres.pipeline.capture.forms import form_of, inputs_like, tensor_places
 from lightning_dlres.pipeline.capture.placeholders.skeleton import Skeleton
 from lightning_dlres.pipeline.capture.tracing.capturing import capture
 from tests.support.captured_chains import assert_alike, chain_result, plain_result
@@ -126,6 +127,40 @@ def test_arguments_that_do_not_fit_the_first_samples_are_refused_with_a_way_out(
     inputs = (torch.ones(3, 7, FEATURES),), {"bias": torch.ones(7, 1)}
     with pytest.raises(UnsupportedStepError, match="same arguments in each call, or cut the step"):
         chain_result(captured, inputs, [1])
+
+
+class InPlace(nn.Module):
+    """Module whose second submodule changes its input in place, so that it cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.second = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(FEATURES, FEATURES))
+
+    def forward(self, x: Tensor, doubled: bool = False, as_dict: bool | None = None) -> Any:
+        x = self.first(x)
+        x = self.second(x * 2 if doubled else x)
+        return {"out": x} if as_dict else x
+
+
+def test_flags_without_other_operations_need_no_recording() -> None:
+    captured = capture(InPlace(), ((torch.randn(3, FEATURES),), {}))
+    for options in ({"as_dict": True}, {"as_dict": None}, {"doubled": False}):
+        inputs = (torch.randn(3, FEATURES),), options
+        assert_alike(chain_result(captured, inputs, [1]), plain_result(captured, inputs))
+    with pytest.raises(UnsupportedStepError):
+        chain_result(captured, ((torch.randn(3, FEATURES),), {"doubled": True}), [1])
+
+
+def test_places_of_tensors_are_those_in_the_arguments() -> None:
+    x, array = torch.ones(2), np.ones(2)
+    form = form_of(Skeleton.of(((x, None, [x, 1]), {"a": (True, x), "b": array})))
+    same = form_of(Skeleton.of(((x, 2, [x, "c"]), {"a": ("d", x), "b": array})))
+    assert form != same
+    assert len(tensor_places(form)) == 4
+    assert tensor_places(form) == tensor_places(same)
+    other = form_of(Skeleton.of(((x, None, [1, x]), {"a": (True, x), "b": array})))
+    assert tensor_places(form) != tensor_places(other)
 
 
 def test_numbers_and_names_of_samples_are_no_part_of_a_form() -> None:
