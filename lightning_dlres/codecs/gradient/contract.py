@@ -9,7 +9,7 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.rng import forked
 
 _COUNT = 1000
-# What `out` holds before a payload is decoded into it.
+# Values of `out` before a payload is decoded into it.
 _FILLS = (float("nan"), 0.0, 1.0)
 # Relative difference of sums that counts as rounding.
 _TOLERANCE = 1e-5

@@ -104,7 +104,7 @@ class MomentumSync:
         self._control: dist.ProcessGroup | None = None
         self._failure: BaseException | None = None
         self._loaded = LoadedStates()
-        # What this rank had not sent at the end of the last session; None without one.
+        # Saved states from the end of the last session; None without one.
         self._ended: dict[str, Any] | None = None
 
     def attach(self, check: Callable[[], None], tracer: Tracer) -> None:
