@@ -29,7 +29,12 @@ from lightning_dlres.datamodules.splits import (
     is_data_set,
 )
 from lightning_dlres.datamodules.stores import SplitStores
-from lightning_dlres.datamodules.training_progress import TrainingProgress, num_epochs
+from lightning_dlres.datamodules.training_progress import (
+    TrainingProgress,
+    num_epochs,
+    resume_of_same_length,
+    rewind,
+)
 from lightning_dlres.prefetch.cache.messages import HostConfig
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.loading.workers import Collate, Decode, Workers
@@ -221,8 +226,9 @@ class PrefetchCacheDataModule(LightningDataModule):
         # Loaders by the name of their source: "train", "val", or "val-0" in a list.
         self._loaders: dict[str, PrefetchLoader] = {}
         self._generation = 0
-        # State of the training loader in a checkpoint, until the loader is made.
+        # States of the training loader: in a checkpoint, until it is made, and when it was made.
         self._train_state: dict[str, Any] | None = None
+        self._train_start: dict[str, Any] | None = None
         # Number of the next pass over each validation set, from a checkpoint.
         self._next_passes: dict[str, int] = {}
         self._metrics_log = MetricsLog()
@@ -300,20 +306,19 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._close_loaders()
-        self._stores.remove_temporary()
+        self.teardown("fit")
 
     @override
     def train_dataloader(self) -> PrefetchLoader:
-        existing = self._loaders.get("train")
-        if existing is not None:
-            return existing
+        if "train" in self._loaders:
+            return self._loaders["train"]
         trainer = self._trainer()
         shuffle = self._shuffle
         if shuffle and trainer.overfit_batches:  # type: ignore[attr-defined]
             rank_zero_warn("overfit_batches is set: training samples come in the data set's order.")
             shuffle = False
         loader = self._make_loader("train", "train", self._tail, shuffle)
+        self._train_start = loader.state_dict()
         if self._train_state is not None and trainer.state.fn == "fit":
             whole_epoch = len(loader)
             loader.load_state_dict(self._train_state)
@@ -342,16 +347,15 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        loader = self._loaders.get("train")
-        if loader is None:
-            return {}
         passes = {
             name: self._loaders[name].next_epoch
             for name in self._splits["val"].sources
             if name in self._loaders
         }
+        loader = self._loaders.get("train")
+        # Lightning restores no empty state: without a loader, too, there is one.
         return {
-            "train": loader.state_dict(),
+            "train": self._train_state if loader is None else loader.state_dict(),
             "val": {**self._next_passes, **passes},
             "classes": list(self._labels.known_names),
         }
@@ -363,25 +367,21 @@ class PrefetchCacheDataModule(LightningDataModule):
         if self._trainer().state.fn != "fit":
             return
         self._next_passes = dict(state_dict.get("val", {}))
+        for name in self._splits["val"].sources:
+            if name in self._loaders:
+                rewind(self._loaders[name], self._next_passes.get(name, 0))
         self._train_state = state_dict.get("train")
-        loader = self._loaders.get("train")
-        if loader is not None and self._train_state is not None:
-            # The loader exists already, for instance for `Trainer.estimated_stepping_batches`.
-            batches_before = len(loader)
-            loader.load_state_dict(self._train_state)
+        if "train" in self._loaders:
+            # The loader exists already, for instance for `Trainer.estimated_stepping_batches`. A
+            # state without one was saved earlier, as by LearningRateFinder at the start of `fit`.
+            resume_of_same_length(self._loaders["train"], self._train_state or self._train_start)
             self._train_state = None
-            if len(loader) != batches_before:
-                raise ConfigError(
-                    "Trainer.estimated_stepping_batches must be read after the restore of a "
-                    f"checkpoint from other ranks, got {batches_before} batches before it and "
-                    f"{len(loader)} after. Read it in configure_optimizers, not in setup."
-                )
 
     def _close_loaders(self) -> None:
         for loader in self._loaders.values():
             loader.close()
         self._loaders.clear()
-        self._train_state, self._next_passes = None, {}
+        self._train_state, self._train_start, self._next_passes = None, None, {}
         self._metrics_log = MetricsLog()
 
     def _config(self, split: Split, source: Any) -> HostConfig:

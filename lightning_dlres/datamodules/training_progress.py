@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.datamodules.prefetch_metrics import MetricsLog
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 
@@ -56,6 +57,33 @@ def num_epochs(trainer: Trainer) -> int | None:
     """Return the total number of epochs of the training; None if it is unlimited or unknown."""
     max_epochs = trainer.max_epochs
     return None if max_epochs is None or max_epochs < 0 else max_epochs
+
+
+def resume_of_same_length(loader: PrefetchLoader, state: dict[str, Any] | None) -> None:
+    """Resume a loader of which the Trainer may know the number of batches already.
+
+    Args:
+        loader: The loader.
+        state: Its state; None leaves it as it is.
+
+    Raises:
+        ConfigError: If the number of batches changes, or see `PrefetchLoader.load_state_dict`.
+    """
+    if state is None:
+        return
+    batches_before = len(loader)
+    loader.load_state_dict(state)
+    if len(loader) != batches_before:
+        raise ConfigError(
+            "Trainer.estimated_stepping_batches must be read after the restore of a checkpoint "
+            f"from other ranks, got {batches_before} batches before it and {len(loader)} after. "
+            "Read it in configure_optimizers, not in setup."
+        )
+
+
+def rewind(loader: PrefetchLoader, epoch: int) -> None:
+    """Begin with the first sample of an epoch, at the loader's next `iter`."""
+    loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "consumed": 0, "batches": 0})
 
 
 def _num_trained(trainer: Trainer) -> int:

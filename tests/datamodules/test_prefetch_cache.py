@@ -32,6 +32,7 @@ from lightning_dlres.prefetch.loading.page_locked import pin_batch
 from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.prefetch.order.sequence import shuffled
 from lightning_dlres.prefetch.storage.writer import put
+from tests.support.lr_search import FruitlessSearch
 from tests.support.quiet import trainer
 from tests.support.rank_pool import RankContext, RankPool
 
@@ -582,6 +583,61 @@ def test_the_tuner_scales_the_batch_size(tmp_path: Path, options: dict[str, Any]
     assert max(len(numbers) for _, numbers in model.seen) == 8
     with pytest.raises(dlres.ConfigError, match="batch"):
         data.batch_size = 0
+
+
+@pytest.mark.parametrize("options", [{}, {"storage": "files"}], ids=["direct", "cached"])
+@pytest.mark.parametrize("resumed_from", [0, 3, 7])
+def test_a_search_at_the_start_of_fit_uses_up_no_samples(
+    tmp_path: Path, options: dict[str, Any], resumed_from: int
+) -> None:
+    path = tmp_path / "last.ckpt"
+    if resumed_from:
+        saving = trainer(tmp_path, max_steps=resumed_from, max_epochs=-1)
+        saving.fit(Model(), datamodule=data_module(**options))
+        saving.save_checkpoint(path)
+    model = Model()
+    model.lr = 0.1
+    steps = 5
+    trainer(tmp_path, callbacks=[FruitlessSearch(steps)]).fit(
+        model, datamodule=data_module(**options), ckpt_path=path if resumed_from else None
+    )
+    # The search ends early if the loss diverges, and at a resume it goes on from its step.
+    trained = [number for _, numbers in model.seen for number in numbers]
+    whole = [number for epoch in range(2) for number in order(epoch)]
+    rest = whole[resumed_from * 8 if resumed_from < 7 else COUNT :]
+    assert trained[-len(rest) :] == rest
+    assert len(trained) > len(rest)
+
+
+def test_a_search_uses_up_no_pass_over_the_validation_samples(tmp_path: Path) -> None:
+    seeds: list[int] = []
+
+    def decode(sample: dlres.Sample) -> Tensor:
+        seeds.append(sample.seed)
+        return torch.zeros(4)
+
+    class Validated(Model):
+        lr = 0.1
+
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            pass
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch).square().mean()
+
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            seeds_of_passes.append(seeds[-1])
+
+    passes = []
+    for search in ([], [FruitlessSearch(COUNT // 8 + 1)]):
+        seeds_of_passes: list[int] = []
+        trainer(tmp_path, callbacks=search, num_sanity_val_steps=0).fit(
+            Validated(), datamodule=data_module(val=data_set(), decode=decode)
+        )
+        passes.append(seeds_of_passes)
+    plain, searched = passes
+    assert len(searched) > len(plain)
+    assert searched[-len(plain) :] == plain
 
 
 class Pinnable:
