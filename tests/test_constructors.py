@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from math import inf, nan
 from typing import Any
 
 import pytest
+import torch
 
 import lightning_dlres as dlres
 from lightning_dlres.pipeline.profile.cluster import Device, Link
@@ -61,6 +63,9 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "profile": {"none"},
             "timeout": {"fraction", "digits"},
             "process_group_backend": {"none"},
+            "deferred_init": {"true"},
+            "gpu_transfers": set(),
+            "save_distributed_checkpoint": {"true"},
         },
     ),
     "CompressedDDPStrategy": (
@@ -74,6 +79,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "transport": set(),
             "hierarchy": set(),
             "min_bytes": {"zero"},
+            "replan": set(),
             "share_samples": set(),
             "timeout": {"fraction", "digits"},
             "find_unused_parameters": {"true"},
@@ -95,6 +101,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "hierarchy": set(),
             "host": {"none", "digits", "word"},
             "min_bytes": {"zero"},
+            "replan": set(),
             "timeout": {"fraction", "digits"},
             "optimizers": {"none", "empty list"},
             "check": {"none"},
@@ -137,6 +144,8 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "disk_budget": SIZE,
             "min_size": {"digits", "zero"},
             "actions": {"empty list"},
+            "on_over_budget": set(),
+            "plan": {"none"},
             "profile_steps": set(),
             "exact": {"true"},
         },
@@ -150,6 +159,39 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "update": set(),
             "profile_steps": set(),
             "fused": {"true"},
+        },
+    ),
+    "ParameterServerStrategy": (
+        dlres.ParameterServerStrategy,
+        {},
+        {
+            "consistency": set(),
+            "staleness": {"zero"},
+            "servers": set(),
+            "embedded_servers": set(),
+            "codec": {"none"},
+            "codec_options": {"none"},
+            "key_bytes": set(),
+            "overlap": {"true"},
+            "worker_deadline": {"fraction", "digits"},
+            "log_bytes": {"zero", "fraction", "digits"},
+            "log_directory": {"none", *PATH},
+            "key": {"none"},
+            "server_key": {"none"},
+            "timeout": {"fraction", "digits"},
+            "process_group_backend": {"none"},
+        },
+    ),
+    "OneBitAdam": (
+        dlres.OneBitAdam,
+        {"params": [torch.nn.Parameter(torch.zeros(2))]},
+        {
+            "lr": {"zero", "fraction"},
+            "betas": set(),
+            "eps": {"zero", "fraction"},
+            "weight_decay": {"zero", "fraction"},
+            "freeze_step": set(),
+            "sync": {"none"},
         },
     ),
     "MemoryPrecision": (dlres.MemoryPrecision, {}, {"precision": set()}),
@@ -195,6 +237,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
         {"source": "data"},
         {
             "source": PATH,
+            "ranks": {"none"},
             "shuffle": {"true"},
             "seed": {"zero"},
             "tail": set(),
@@ -231,15 +274,48 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "num_workers": {"zero"},
             "worker_type": set(),
             "timeout": {"digits", "fraction"},
-            "store": {"none", "empty", *PATH},
+            "store": {"none", *PATH},
             "labels": {"none"},
             "extensions": {"none"},
             "storage_options": {"none", "dict"},
             "val": {"none", "dict", *PATH},
+            "train": {"none", "dict", *PATH},
+            "test": {"none", "dict", *PATH},
+            "predict": {"none", "dict", *PATH},
+            "drop_last": {"true"},
+            "pin_memory": {"true"},
+            "follow_links": {"true"},
+            "threshold": set(),
+            "lookahead": SIZE,
+            "nodes": {"none"},
+            "pinned": {"digits", "zero"},
+            "pinned_directory": {"none", *PATH},
+            "max_inflight_requests": set(),
+            "read_threads": {"none"},
+            "key": {"none"},
+            "server_key": {"none"},
         },
     ),
 }
 CASES = [(name, argument) for name, (_, _, arguments) in TABLE.items() for argument in arguments]
+
+
+def test_the_table_has_all_public_constructors_and_their_arguments() -> None:
+    made_by_the_package = {"Sample", "MemoryPlan", "PipelinePlan"}
+    # Arguments of strategies that are Lightning's objects.
+    of_lightning = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"}
+    of_lightning |= {"precision_plugin"}
+    for name in dlres.__all__:
+        kind = getattr(dlres, name)
+        if not isinstance(kind, type) or issubclass(kind, Exception) or name in made_by_the_package:
+            continue
+        _, others, arguments = TABLE[name]
+        named = {
+            one.name
+            for one in inspect.signature(kind).parameters.values()
+            if one.kind is not inspect.Parameter.VAR_KEYWORD
+        }
+        assert named - of_lightning - set(others) <= set(arguments), name
 
 
 @pytest.mark.parametrize(("name", "argument"), CASES, ids=lambda value: value)

@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_dlres.callbacks.gathering import GatheredSpans, gather, last_steps
 from lightning_dlres.callbacks.offloading import memory_report
 from lightning_dlres.callbacks.parameter_mirror import mirror_report
+from lightning_dlres.core.checks import local_path
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Span, write_chrome_trace
 from lightning_dlres.core.units import format_seconds
@@ -73,10 +74,7 @@ class ResourceReport(Callback):
 
     def __init__(self, dir: str | Path | None = None) -> None:
         super().__init__()
-        if dir is not None and (not isinstance(dir, (str, Path)) or not str(dir)):
-            raise ConfigError(got_expected("dir", dir, "the path of a directory", "dir=None"))
-        if dir is not None and "://" in str(dir):
-            raise ConfigError(got_expected("dir", dir, "a local path", "dir='resource_report'"))
+        local_path("dir", dir, "the path of a local directory", "dir='resource_report'")
         self.dir = dir
         self.line: str | None = None
         self._reset()

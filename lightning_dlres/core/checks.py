@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from lightning_dlres.core.errors import ConfigError, got_expected
@@ -121,6 +122,24 @@ def instance(name: str, value: object, kinds: tuple[type, ...], rule: str, fix: 
         ConfigError: If the value is of another type.
     """
     if not isinstance(value, kinds):
+        raise ConfigError(got_expected(name, value, rule, fix))
+
+
+def local_path(name: str, value: object, rule: str, fix: str) -> None:
+    """Raise unless a value is a path in this machine's file system, or None.
+
+    Args:
+        name: Name of the argument, for the error.
+        value: Value of the argument.
+        rule: Description of the file or directory, for the error.
+        fix: Value to use instead, for the error.
+
+    Raises:
+        ConfigError: If it is no path, is empty, or names another kind of storage.
+    """
+    if value is None:
+        return
+    if not isinstance(value, (str, Path)) or not str(value) or "://" in str(value):
         raise ConfigError(got_expected(name, value, rule, fix))
 
 

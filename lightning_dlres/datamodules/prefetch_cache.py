@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_dlres.core.checks import flag, instance
+from lightning_dlres.core.checks import flag, instance, local_path
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
 from lightning_dlres.datamodules.class_labels import ClassLabels
@@ -160,8 +160,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         instance("storage", storage, (str,), "a storage, or addresses", "storage='auto'")
         instance("capacity", capacity, (str, int), "a number of bytes", "capacity='2GiB'")
         flag("shuffle", shuffle)
-        if store is not None:
-            instance("store", store, (str, Path), "the path of a folder", "store=None")
+        local_path("store", store, "the path of a local folder", "store=None")
         if storage.startswith("tcp://"):
             if train is not None:
                 raise ConfigError(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_dlres.core.checks import local_path
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.host.free_memory import available_bytes
 from lightning_dlres.core.units import parse_bytes
@@ -134,12 +135,7 @@ class MemoryConfig:
                 got_expected("on_over_budget", self.on_over_budget, expected, "'warn'")
             )
         self.load_plan()
-        if self.disk is not None and (
-            not isinstance(self.disk, (str, Path)) or not str(self.disk) or "://" in str(self.disk)
-        ):
-            raise ConfigError(
-                got_expected("disk", self.disk, "a local directory", "'/local/scratch'")
-            )
+        local_path("disk", self.disk, "a local directory", "disk='/local/scratch'")
 
     def load_plan(self) -> MemoryPlan | None:
         """Return the plan of the `plan` argument; None without one.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from lightning_dlres.core.checks import flag, one_of, whole_number
+from lightning_dlres.core.checks import flag, local_path, one_of, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
 
@@ -52,10 +52,7 @@ class MirrorConfig:
         one_of("update", self.update, (AFTER_BACKWARD, LAYERWISE), "update='after_backward'")
         whole_number("profile_steps", self.profile_steps, "profile_steps=2")
         flag("fused", self.fused)
-        is_path = isinstance(self.disk, (str, Path)) and str(self.disk)
-        if self.disk is not None and (not is_path or "://" in str(self.disk)):
-            rule = "a local directory"
-            raise ConfigError(got_expected("disk", self.disk, rule, "'/local/scratch'"))
+        local_path("disk", self.disk, "a local directory", "disk='/local/scratch'")
 
     def directory(self) -> Path | None:
         """Return the directory of the mirror's file; None for host memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from lightning_dlres.core.errors import ConfigError, PeerError, PeerTimeoutError
+from lightning_dlres.paramserver.execute.server import job_workers
+from lightning_dlres.paramserver.execute.server.job_workers import JobWorkers
 from lightning_dlres.paramserver.execute.server.optimizers import (
     optimizer_name,
     register_server_optimizer,
@@ -85,6 +88,70 @@ def test_a_server_of_a_job_that_runs_is_refused(
     with pytest.raises(PeerError, match=r"server 0 .*busy with another job, whose workers run"):
         joined(stack, server, token=bytes(16), retry_seconds=0.1)
     other.step()
+
+
+def test_a_job_that_is_described_keeps_its_servers_until_its_workers_have_left(
+    stack: ExitStack, capfd: pytest.CaptureFixture[str]
+) -> None:
+    addresses = [stack.enter_context(ParameterServer()).address for _ in range(2)]
+    first, second = (
+        new_worker(addresses, token=bytes([number]) * 16, retry_seconds=0.1) for number in (1, 2)
+    )
+    stack.callback(first.session.close)
+    # A job that begins at the same time comes between the first one's messages.
+    first.session._joining._describe()
+    errors: list[BaseException] = []
+
+    def train_second() -> None:
+        try:
+            second.session.start()
+            second.session.join()
+            second.step()
+        except Exception as error:
+            errors.append(error)
+        finally:
+            second.session.close()
+
+    thread = threading.Thread(target=train_second)
+    thread.start()
+    stack.callback(thread.join)
+    told = ""
+
+    def waits_or_has_ended() -> bool:
+        nonlocal told
+        told += capfd.readouterr().err
+        return "busy with another job" in told or not thread.is_alive()
+
+    wait_until(waits_or_has_ended, "the second job is told to wait")
+    assert (second.steps, errors) == (0, [])
+    first.session.start()
+    first.session.join()
+    first.step()
+    first.session.leave()
+    thread.join()
+    assert (second.steps, errors) == (1, [])
+
+
+def test_a_job_that_lost_its_server_before_it_began_says_so(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_workers, "_START_SECONDS", 0.0)
+    server = stack.enter_context(ParameterServer())
+    first = new_worker([server.address])
+    stack.callback(first.session.close)
+    first.session._joining._describe()
+    joined(stack, server, token=bytes(16))
+    with pytest.raises(PeerError, match=r"server 0 .* does not know this job any more"):
+        first.session._joining._greet()
+
+
+def test_a_job_is_over_if_it_is_described_no_more_and_no_worker_comes() -> None:
+    workers = JobWorkers(2, deadline=1.0, now=100.0)
+    assert not workers.are_over(114.0)
+    workers.note_description(114.0)
+    assert not workers.are_over(128.0)
+    assert workers.silence(128.0) == 14.0
+    assert workers.are_over(130.0)
 
 
 def test_a_server_that_is_away_for_long_is_found_again(stack: ExitStack, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning_dlres.codecs.gradient import GradientCodec
-from lightning_dlres.core.checks import one_of, timeout_seconds, whole_number
+from lightning_dlres.codecs.gradient import GradientCodec, gradient_codec_names
+from lightning_dlres.core.checks import local_path, one_of, timeout_seconds, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes, parse_seconds
 from lightning_dlres.paramserver.execute.server.consistency import CONSISTENCIES
@@ -54,8 +54,20 @@ class ParameterServerConfig:
             got, rule = self.worker_deadline, "a time above 0"
             raise ConfigError(got_expected("worker_deadline", got, rule, "worker_deadline='1min'"))
         timeout_seconds(self.timeout)
+        local_path(
+            "log_directory", self.log_directory, "a local directory", "log_directory='/dev/shm'"
+        )
+        local_path("key", self.key, "the path of a key's file", "key='worker.key'")
+        rule = "the path of a key's file, or one per server"
+        for path in self._server_keys():
+            if path is None:
+                raise ConfigError(got_expected("server_key", self.server_key, rule, "'server.key'"))
+            local_path("server_key", path, rule, "server_key='server.key'")
         if (self.key is None) != (self.server_key is None):
-            raise ConfigError("key and server_key must be given together, got only one. Pass both.")
+            given, missing = ("key", "server_key")[:: 1 if self.server_key is None else -1]
+            raise ConfigError(
+                f"{given} must be given together with {missing}, got only {given}. Pass both."
+            )
         if self.key is not None and self.is_embedded:
             raise ConfigError(
                 got_expected("key", str(self.key), "None with embedded servers", "key=None")
@@ -91,6 +103,8 @@ class ParameterServerConfig:
         Raises:
             ConfigError: If there is no such codec, or an option is wrong.
         """
+        if self.codec is not None:
+            one_of("codec", self.codec, gradient_codec_names(), "codec='fp16'")
         return job_codec(self.codec or "", self.codec_options)
 
     def key_size(self) -> int:
@@ -107,7 +121,11 @@ class ParameterServerConfig:
 
     def key_paths(self) -> list[Path]:
         """Return the files of the servers' public keys."""
-        if self.server_key is None:
+        return [Path(key) for key in self._server_keys()]
+
+    def _server_keys(self) -> Sequence[str | Path]:
+        keys = self.server_key
+        if keys is None:
             return []
-        keys = [self.server_key] if isinstance(self.server_key, (str, Path)) else self.server_key
-        return [Path(key) for key in keys]
+        # An empty list is refused as a path.
+        return keys if isinstance(keys, (list, tuple)) and keys else [keys]  # type: ignore[list-item]

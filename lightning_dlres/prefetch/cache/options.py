@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from lightning_dlres.core.checks import finite, flag, instance, whole_number
+from lightning_dlres.core.checks import finite, flag, instance, local_path, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes, parse_seconds
 from lightning_dlres.core.wire.keys import load_keys, load_public_key
@@ -115,10 +115,7 @@ def host_config(
         ("key", key),
         ("server_key", server_key),
     ):
-        if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
-            raise ConfigError(
-                got_expected(name, path, "the path of a file or folder", f"{name}='/path'")
-            )
+        local_path(name, path, "the path of a local file or folder", f"{name}='/path'")
     finite("threshold", threshold, "threshold=0.75", above=True)
     for name, size in (("capacity", capacity), ("pinned", pinned), ("lookahead", lookahead)):
         if size is not None or name != "lookahead":
@@ -184,7 +181,9 @@ def host_config(
         raise ConfigError(got_expected("threshold", threshold, "in (0, 1]", "threshold=0.75"))
     if (key is None) != (server_key is None):
         missing, given = ("key", "server_key") if key is None else ("server_key", "key")
-        raise ConfigError(f"{missing} must be given together with {given}, got None. Pass both.")
+        raise ConfigError(
+            f"{given} must be given together with {missing}, got only {given}. Pass both."
+        )
     capacity_bytes = parse_bytes(capacity, "capacity")
     if capacity_bytes < 1 or (ahead or 0) > capacity_bytes:
         if not ahead:

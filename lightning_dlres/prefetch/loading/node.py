@@ -11,6 +11,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 from typing_extensions import override
 
+from lightning_dlres.core.checks import instance
 from lightning_dlres.prefetch.cache.messages import Metrics
 from lightning_dlres.prefetch.cache.options import Source, host_config
 from lightning_dlres.prefetch.cache.samples import Sample
@@ -60,6 +61,8 @@ class PrefetchCacheNode(BaseNode[Sample]):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__()
+        if ranks is not None:
+            instance("ranks", ranks, (Ranks,), "a Ranks or None", "ranks=None")
         self._ranks = ranks or Ranks()
         self._loader = PrefetchLoader(
             f"node-{os.getpid()}-{uuid.uuid4().hex[:8]}" if cache is None else cache,

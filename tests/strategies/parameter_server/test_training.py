@@ -313,7 +313,7 @@ def test_an_optimizer_that_servers_cannot_make_is_refused(pool: RankPool) -> Non
         ({"key_bytes": "1KiB"}, "key_bytes must be"),
         ({"overlap": 1}, "overlap must be"),
         ({"worker_deadline": 0}, "worker_deadline must be"),
-        ({"key": "me.key_secret"}, "key and server_key must be given together"),
+        ({"key": "me.key_secret"}, "key must be given together with server_key"),
         ({"timeout": "soon"}, "timeout"),
     ],
 )

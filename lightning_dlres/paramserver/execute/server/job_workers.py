@@ -16,6 +16,9 @@ from lightning_dlres.paramserver.protocol import Request
 # A server that did not look for so many seconds was paused itself; silence in that time does not
 # count.
 _OWN_PAUSE_SECONDS = 2.0
+# Time without any word of a job, in seconds, after which another job may take its place before its
+# first worker was heard.
+_START_SECONDS = 15.0
 
 
 class JobWorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +78,8 @@ class JobWorkers:
     ) -> None:
         self.by_index = [JobWorker() for _ in range(workers)]
         self._deadline, self._last_look = deadline, now
+        # Clock at the last message that described the job.
+        self._described = now
         for member, record in zip(self.by_index, records or [], strict=False):
             member.incarnation = record.incarnation
             member.is_shut_out, member.has_left = record.is_shut_out, record.has_left
@@ -125,18 +130,24 @@ class JobWorkers:
             self.by_index[index].is_shut_out = True
         return silent
 
-    def are_over(self) -> bool:
-        """Return True if no worker takes part: all that were heard have left or were shut out."""
-        return all(
-            member.has_left or member.is_shut_out
-            for member in self.by_index
-            if member.last_heard is not None
-        )
+    def note_description(self, now: float) -> None:
+        """Note that worker 0 has described the job again, while it waits for other servers."""
+        self._described = now
+
+    def are_over(self, now: float) -> bool:
+        """Return True if no worker takes part: all that were heard have left or were shut out.
+
+        Before the first was heard, worker 0 must describe the job from time to time.
+        """
+        heard = [member for member in self.by_index if member.last_heard is not None]
+        if not heard:
+            return now - self._described > _START_SECONDS
+        return all(member.has_left or member.is_shut_out for member in heard)
 
     def silence(self, now: float) -> float:
-        """Return the seconds since a worker was last heard; 0 before the first was heard."""
+        """Return the seconds since a worker was last heard."""
         heard = [one.last_heard for one in self.by_index if one.last_heard is not None]
-        return now - max(heard, default=now)
+        return now - max(heard, default=self._described)
 
     def have_left(self) -> bool:
         """Return True if all workers have said farewell."""

@@ -233,20 +233,23 @@ class ParameterServer:
 
     def _setup(self, message: Message) -> None:
         job = message.decode_details(protocol.Request).job
+        now = time.monotonic()
         if self._shard is not None:
+            members = self._shard.members
             if self._shard.setup.job == job:
+                members.note_description(now)
                 self._answer(message, protocol.DONE)
                 return
-            if not self._shard.members.are_over():
-                silence = self._shard.members.silence(time.monotonic())
-                self._answer(message, protocol.BUSY, msgspec.msgpack.encode(silence))
+            if not members.are_over(now):
+                silence = msgspec.msgpack.encode(members.silence(now))
+                self._answer(message, protocol.BUSY, silence)
                 return
         try:
             setup = message.decode(protocol.JobSetup)
             if setup.job != job:
                 raise ProtocolError(f"{message.peer} described another job than its own.")
             _LIMITS.for_clients(setup.workers, "workers")
-            shard = Shard(setup, is_persistent=self._snapshots.is_on, now=time.monotonic())
+            shard = Shard(setup, is_persistent=self._snapshots.is_on, now=now)
         except Exception as error:  # Nothing has changed yet, whatever a description contains.
             self._server.refusals.note(error)
             self._answer(message, protocol.FAILED, text_of(error).encode())

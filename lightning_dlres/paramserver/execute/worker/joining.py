@@ -81,41 +81,48 @@ class Joining:
         Workers that were killed have not left their job. A server that is busy with it is asked
         again until it has shut them out.
         """
-        request, start = self._exchange.request(), time.monotonic()
-        links, has_told = self._links, False
-        while True:
-            answers = self._waits.answers(
-                [
-                    link.request(
-                        protocol.SETUP, request, msgspec.msgpack.encode(self._setup(link.index))
+        start, has_told = time.monotonic(), False
+        # Jobs that begin at once ask the first server before all others. Otherwise each could have
+        # some servers and wait for the rest.
+        for links in (self._links[:1], self._links):
+            while silences := self._silences_of_other_jobs(links):
+                peers = f"{' and '.join(link.name for link in silences)}, busy with another job"
+                if time.monotonic() - start > _MAY_LIVE_SECONDS:
+                    for link, silence in silences.items():
+                        if silence < _LIVE_SECONDS:
+                            raise PeerError(
+                                f"{link.name} is busy with another job, whose workers run. Wait "
+                                "for its end, or start another server."
+                            )
+                if not has_told:
+                    has_told = True
+                    sys.stderr.write(
+                        f"dlres: waiting for {peers}. If its workers were killed, it is free when "
+                        "their worker_deadline has passed.\n"
                     )
-                    for link in links
-                ]
-            )
-            silences = {
-                link: answer.decode(float)
-                for link, answer in zip(links, answers, strict=True)
-                if answer.kind == protocol.BUSY
-            }
-            if not silences:
-                return
-            links = list(silences)
-            peers = f"{' and '.join(link.name for link in links)}, busy with another job"
-            if time.monotonic() - start > _MAY_LIVE_SECONDS:
-                for link, silence in silences.items():
-                    if silence < _LIVE_SECONDS:
-                        raise PeerError(
-                            f"{link.name} is busy with another job, whose workers run. Wait for "
-                            "its end, or start another server."
-                        )
-            if not has_told:
-                has_told = True
-                sys.stderr.write(
-                    f"dlres: waiting for {peers}. If its workers were killed, it is free when "
-                    "their worker_deadline has passed.\n"
+                    sys.stderr.flush()
+                self._waits.pause(start + self._job.timeout, peers)
+
+    def _silences_of_other_jobs(self, links: Sequence[ServerLink]) -> dict[ServerLink, float]:
+        """Describe the job to servers; return the busy ones, and the seconds for which the workers
+        of their jobs were silent.
+
+        A server keeps a job without workers only while it is described from time to time.
+        """
+        request = self._exchange.request()
+        answers = self._waits.answers(
+            [
+                link.request(
+                    protocol.SETUP, request, msgspec.msgpack.encode(self._setup(link.index))
                 )
-                sys.stderr.flush()
-            self._waits.pause(start + self._job.timeout, peers)
+                for link in links
+            ]
+        )
+        return {
+            link: answer.decode(float)
+            for link, answer in zip(links, answers, strict=True)
+            if answer.kind == protocol.BUSY
+        }
 
     def join(self) -> int:
         """Take part, and land the parameters; return the number of updates that are in them.

@@ -324,7 +324,8 @@ class ServerLink:
             if message.kind == protocol.FAILED:
                 raise self._refusal(message)
             return
-        if message.kind == protocol.UNKNOWN_JOB and pending.kind == protocol.HELLO:
+        is_unknown = message.kind == protocol.UNKNOWN_JOB
+        if is_unknown and pending.kind == protocol.HELLO and self._exchange.worker > 0:
             # Worker 0 has not described the job yet: ask again later.
             return
         del self._requests[message.sequence]
@@ -332,8 +333,9 @@ class ServerLink:
             self._window.note_round_trip(time.monotonic() - pending.sent)
         if message.kind == protocol.FAILED:
             raise self._refusal(message)
-        if message.kind == protocol.UNKNOWN_JOB:
-            raise PeerLostError(f"{self.name} does not know this job.")
+        if is_unknown:
+            text = "does not know this job any more: it was started again, or another job has begun"
+            raise PeerLostError(f"{self.name} {text}. Start this job again.")
         pending.answer = message
         if pending.kind == protocol.HELLO:
             self._note_boot(message.decode(protocol.ServerWelcome).boot)
