@@ -6,14 +6,16 @@ into memory. The files are unlinked at once, so the operating system frees each 
 
 from __future__ import annotations
 
-import itertools
 import os
 import tempfile
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightning_dlres.core.comm.mailbox import Channel, Mailbox
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.host.disk import temporary_file
 from lightning_dlres.core.wire.tree import Tree, map_tensors
 
 _KEY = ("gathered on disk",)
@@ -31,6 +33,7 @@ def gather_on_disk(own: Tree, mailbox: Mailbox, what: str) -> list[Tree] | None:
 
     Raises:
         PeerError: If a rank is lost or late.
+        ConfigError: If the directory for temporary files has too little free space.
     """
     if mailbox.rank:
         # Rank 0 asks for one tree after the other.
@@ -40,21 +43,25 @@ def gather_on_disk(own: Tree, mailbox: Mailbox, what: str) -> list[Tree] | None:
     trees = [own]
     for rank in range(1, len(mailbox.names)):
         mailbox.send(rank, Channel.STATE, _KEY, None)
-        trees.append(_on_disk(mailbox.receive(rank, Channel.STATE, _KEY, what)))
+        tree = mailbox.receive(rank, Channel.STATE, _KEY, what)
+        try:
+            trees.append(map_tensors(_mapped, tree))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{mailbox.names[rank]} sent {what}, which must fit into rank 0's directory for "
+                f"temporary files: {error} The variable TMPDIR names another one."
+            ) from error
     return trees
 
 
-def _on_disk(tree: Tree) -> Tree:
-    """Return a tree whose tensors lie in files."""
-    numbers = itertools.count()
-    with tempfile.TemporaryDirectory(prefix="dlres-gathered-") as directory:
-        return map_tensors(
-            lambda tensor: _mapped(tensor, os.path.join(directory, str(next(numbers)))), tree
-        )
-
-
-def _mapped(tensor: Tensor, path: str) -> Tensor:
+def _mapped(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor that lies in a file."""
     if not tensor.numel():
         return tensor
-    mapped = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    descriptor, path = temporary_file(Path(tempfile.gettempdir()), "dlres-gathered", tensor.nbytes)
+    try:
+        mapped = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    finally:
+        os.close(descriptor)
+        os.unlink(path)
     return mapped.view(tensor.shape).copy_(tensor)

@@ -238,12 +238,12 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         parameters = KeyedParameters(self._keys.parameters)
         job = self._job(self._hosted, self._keys)
         if self.global_rank == 0:
-            self._session = WorkerSession(job, parameters)
+            self._session = WorkerSession(job, parameters, connection.check)
             self._session.start(states_by_key(self._keys, optimizers))
         # The other ranks connect later. If a server cannot hold so many connections, it may close
         # that of rank 0, which could then not learn that the server refuses the job.
         gather_bytes(b"", self._wait_seconds, connection.check)
-        self._session = self._session or WorkerSession(job, parameters)
+        self._session = self._session or WorkerSession(job, parameters, connection.check)
         self._session.join()
         trainer = self._module.trainer
         self._clipping = Clipping()
@@ -335,7 +335,12 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             self._report.finish()
         # A callback, such as weight averaging, may have put other weights there for good.
         has_edits = self._updates is not None and self._updates.are_edited()
-        if not self._connection.any_rank(has_edits) and not self._ranks_wait_for_each_other:
+        is_edited = self._connection.any_rank(has_edits)
+        if not self._ranks_wait_for_each_other and is_edited:
+            # Each rank has averaged the weights that it had.
+            for parameter in self._module.parameters():
+                _broadcast_from_rank_0(parameter.detach())
+        elif not self._ranks_wait_for_each_other:
             self._session.refresh()
         if self.is_global_zero:
             for optimizer in map(unwrapped, self.optimizers):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 from datetime import timedelta
 from typing import Any
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_dlres.core.comm.gathered_on_disk import gather_on_disk
 from lightning_dlres.core.comm.mailbox import Mailbox
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.trace import Tracer
 from tests.support.rank_pool import RankContext, RankPool
 
@@ -27,13 +30,17 @@ def tree(rank: int) -> dict[str, Any]:
     }
 
 
-def gather(context: RankContext) -> tuple[list[dict[str, Any]] | None, bool]:
-    """Return the gathered trees, and True if this rank has mapped files for them."""
+def mailbox_of(context: RankContext) -> Mailbox:
     context.init_process_group()
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     assert isinstance(group, dist.ProcessGroup)
     names = [f"rank {rank}" for rank in range(context.world_size)]
-    mailbox = Mailbox(group, context.rank, names, timeout=20.0, check=lambda: None, tracer=Tracer())
+    return Mailbox(group, context.rank, names, timeout=20.0, check=lambda: None, tracer=Tracer())
+
+
+def gather(context: RankContext) -> tuple[list[dict[str, Any]] | None, bool]:
+    """Return the gathered trees, and True if this rank has mapped files for them."""
+    mailbox = mailbox_of(context)
     with pytest.MonkeyPatch.context() as patch:
         # Other tests put files into the usual directory at the same time.
         patch.setattr(tempfile, "tempdir", str(context.tmp))
@@ -64,3 +71,30 @@ def test_trees_of_all_ranks_arrive_on_rank_0(pool: RankPool) -> None:
             assert one.dtype == other.dtype
             assert one.shape == other.shape
             assert torch.equal(one, other)
+
+
+def gather_on_a_full_disk(context: RankContext) -> str:
+    mailbox = mailbox_of(context)
+
+    def has_no_room(descriptor: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    words = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(context.tmp))
+        patch.setattr(os, "posix_fallocate", has_no_room)
+        try:
+            gather_on_disk(tree(context.rank), mailbox, "its tree")
+        except ConfigError as error:
+            words = str(error)
+    if context.rank == 0:
+        assert not list(context.tmp.iterdir())
+    mailbox.close(orderly=True)
+    return words
+
+
+def test_a_full_disk_is_an_error_and_kills_no_process(pool: RankPool) -> None:
+    words, other = pool.run(gather_on_a_full_disk, 2)
+    assert words.startswith("rank 1 sent its tree, which must fit into rank 0's directory for")
+    assert "of free space" in words
+    assert other == ""

@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -48,6 +48,7 @@ class WorkerSession:
     Args:
         job: The job.
         parameters: The parameters.
+        check_peers: See `ServerWaits`.
 
     Attributes:
         exchange: State of the exchange.
@@ -56,7 +57,12 @@ class WorkerSession:
         ConfigError: If an address is wrong, or the log cannot be made.
     """
 
-    def __init__(self, job: Job, parameters: KeyedParameters) -> None:
+    def __init__(
+        self,
+        job: Job,
+        parameters: KeyedParameters,
+        check_peers: Callable[[], None] | None = None,
+    ) -> None:
         self._job, self._parameters = job, parameters
         too_large = next((key for key in job.keys if key.nbytes > protocol.FRAME_BYTES), None)
         if too_large is not None:
@@ -99,7 +105,9 @@ class WorkerSession:
         except ConfigError:
             self.close()
             raise
-        self._waits = ServerWaits(self.exchange, self._links, job.timeout, job.retry_seconds)
+        self._waits = ServerWaits(
+            self.exchange, self._links, job.timeout, job.retry_seconds, check_peers
+        )
         self._joining = Joining(job, parameters, self.exchange, self._links, self._waits)
 
     def start(self, states: Mapping[int, Mapping[str, Any]] | None = None) -> None:
@@ -247,7 +255,10 @@ class WorkerSession:
         """
         pending: deque[PendingRequest] = deque()
         for key in keys:
-            request = self.exchange.key_request(key, self.exchange.keys[key].number)
+            one = self.exchange.keys[key]
+            # Within a step, as after a failure, the pushes of other workers may never come.
+            number = one.number - 1 if one.is_awaited else one.number
+            request = self.exchange.key_request(key, number)
             pending.append(self._link_of(key).request(protocol.STATE, request))
             if len(pending) > _STATES_AHEAD:
                 yield self._state_in(pending.popleft())
@@ -322,7 +333,7 @@ class WorkerSession:
         for link in self._links:
             link.post(protocol.SNAPSHOT, self.exchange.request())
         self.exchange.changed.wait(self._job.retry_seconds)
-        self.exchange.check()
+        self._waits.check()
         if time.monotonic() > deadline:
             raise PeerTimeoutError(
                 f"waited {format_seconds(self._job.timeout)} for a snapshot of the servers, since "

@@ -22,6 +22,8 @@ class ServerWaits:
         links: Connections to all servers.
         timeout: Longest wait without any progress, in seconds.
         retry_seconds: Pause before servers are asked again, at most a second.
+        check_peers: Called again and again while other workers are awaited; it raises if one has
+            failed. After a failure servers still answer requests, as for a checkpoint.
     """
 
     def __init__(
@@ -30,9 +32,11 @@ class ServerWaits:
         links: Sequence[ServerLink],
         timeout: float,
         retry_seconds: float,
+        check_peers: Callable[[], None] | None = None,
     ) -> None:
         self._exchange, self._links = exchange, links
         self._timeout, self._pause_seconds = timeout, min(retry_seconds, 1.0)
+        self._check_peers = check_peers
 
     def answers(self, pending: Sequence[PendingRequest]) -> list[Message]:
         """Wait for the answers to requests, and return them.
@@ -48,23 +52,38 @@ class ServerWaits:
                 unanswered.pop()
             return not unanswered
 
-        self.until(are_answered)
+        self._until(are_answered, self._exchange.check)
         return [one.answer for one in pending if one.answer is not None]
 
     def until(self, is_met: Callable[[], bool]) -> None:
-        """Wait until a condition is met; any progress prolongs the wait.
+        """Wait until a condition is met, which may need other workers; progress prolongs the wait.
 
         Raises:
-            PeerError: If the exchange has failed, or nothing has arrived for too long.
+            PeerError: If the exchange or another worker has failed, or nothing has arrived for too
+                long.
         """
+        self._until(is_met, self.check)
+
+    def _until(self, is_met: Callable[[], bool], check: Callable[[], None]) -> None:
         with self._exchange.lock:
             self._exchange.progress = time.monotonic()
             while not is_met():
-                self._exchange.check()
+                check()
                 self._exchange.changed.wait(_POLL_SECONDS)
                 if time.monotonic() - self._exchange.progress > self._timeout:
                     raise self._late()
-            self._exchange.check()
+            # Servers do not wait for a worker that has left, as one does after its failure.
+            check()
+
+    def check(self) -> None:
+        """Raise if the exchange or another worker has failed.
+
+        Raises:
+            PeerError: If one has.
+        """
+        self._exchange.check()
+        if self._check_peers is not None:
+            self._check_peers()
 
     def _late(self) -> PeerError:
         """Return the error of a wait that took too long. It names the silent servers, or else the
@@ -99,4 +118,4 @@ class ServerWaits:
             )
         with self._exchange.lock:
             self._exchange.changed.wait(self._pause_seconds)
-            self._exchange.check()
+            self.check()
