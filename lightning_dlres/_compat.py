@@ -263,10 +263,19 @@ def is_compiled(module: nn.Module) -> bool:
 
     Neither torch nor Lightning has a public way to ask.
     """
-    return getattr(module, "_compiler_ctx", None) is not None or any(
-        hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
-        for inner in module.modules()
-    )
+    return getattr(module, "_compiler_ctx", None) is not None or bool(compiled_names(module))
+
+
+def compiled_names(module: nn.Module) -> list[str]:
+    """Return the names of the submodules that torch.compile has compiled; "" is the module itself.
+
+    torch has no public way to ask.
+    """
+    return [
+        name
+        for name, inner in module.named_modules()
+        if hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
+    ]
 
 
 def pose_as_rank_zero() -> Callable[[], None]:

@@ -152,6 +152,31 @@ class OwnForward(nn.Sequential):
         return input
 
 
+class CompilesItsList(Faultless):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.compile(backend="eager")
+
+
+class WrapsItsList(Faultless):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
+
+
+class CompilesALayer(Faultless):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = OwnForward(*self.net)
+        self.net[2].compile(backend="eager")
+
+
+class ScriptsALayer(Faultless):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = torch.jit.script(self.net[2])
+
+
 class HangingLayer(nn.Module):
     """Layer that blocks in its seventh call, longer than the timeout of the test."""
 
@@ -222,6 +247,15 @@ SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
         "got one that cannot be cut: A layer fails on a micro-batch of one sample (IndexError: one",
     ),
     (CutSingleSamples, {"module": "net", "microbatches": 8}, f"It is at {__file__}:"),
+    (
+        CompilesItsList,
+        {},
+        "'net' must be a list of layers, got one that torch.compile has compiled",
+    ),
+    (WrapsItsList, {}, "'net' must be a list of layers, got one that torch.compile has compiled"),
+    (CompilesALayer, {"module": "net"}, "CompilesALayer.net.2 must not be compiled where the code"),
+    (CompilesALayer, {"module": "training_step"}, "CompilesALayer.net.2 must not be compiled"),
+    (ScriptsALayer, {}, "'net.2' must be a Python module, got one of TorchScript"),
     (ManualOptimization, {}, "automatic_optimization must be True"),
     (TwoOptimizers, {}, "configure_optimizers must return one optimizer"),
     (NeedsAllParameters, {}, "LBFGS needs a closure"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_dlres._compat import compiled_names
 from lightning_dlres.core import rng
 from lightning_dlres.core.errors import DlresError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors
@@ -42,6 +43,7 @@ def cut_on_samples(context: StepContext, samples: ProfileSamples) -> Pipelined:
     inputs: Tree = (context.trial_args(samples.batches[0]), {})
     if not pipelined.is_step:
         inputs = samples.inputs[0]
+    _refuse_compiled(context)
     inputs = _at_home(context, inputs)
     with explaining_single_samples(samples_in(inputs) == 1):
         cut = pipelined.captured_on(context.module, inputs, step)
@@ -55,6 +57,21 @@ def cut_on_samples(context: StepContext, samples: ProfileSamples) -> Pipelined:
                 "code before the first call or after the last one, or use microbatches=1."
             )
     return cut
+
+
+def _refuse_compiled(context: StepContext) -> None:
+    """Raise if the code that is to be cut calls a compiled module: that runs no Python code."""
+    pipelined = context.pipelined
+    scope, path = (context.module, "") if pipelined.is_step else (pipelined.module, pipelined.path)
+    # A LightningModule that was compiled as a whole is cut like another one.
+    names = [".".join(filter(None, (path, name))) for name in compiled_names(scope)]
+    compiled = [name for name in names if name]
+    if compiled:
+        raise UnsupportedStepError(
+            f"{type(context.module).__name__}.{compiled[0]} must not be compiled where the code "
+            "around it is cut, got a module that torch.compile has compiled. Leave it uncompiled, "
+            "or put compiled layers into one nn.Sequential, which is cut between them."
+        )
 
 
 def _at_home(context: StepContext, tree: Tree) -> Tree:

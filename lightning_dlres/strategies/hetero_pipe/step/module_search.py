@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
+from lightning_dlres._compat import compiled_names
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
@@ -33,6 +35,7 @@ def find_pipelined_module(
     if path is None:
         path = _only_candidate(root, stages)
     if path == TRAINING_STEP:
+        _refuse_scripts(root, "")
         return PipelinedStep.of(root)
     try:
         if not path:
@@ -44,7 +47,9 @@ def find_pipelined_module(
             f"module must be the name of a module in {type(root).__name__}, got {path!r}. Use one "
             f"of {names}."
         ) from error
+    _refuse_scripts(module, path)
     if has_several_layers(module):
+        _refuse_compiled_list(root, path)
         pairs = [
             (n, m) for n, m in module.named_modules(remove_duplicate=False) if n and "." not in n
         ]
@@ -57,6 +62,30 @@ def find_pipelined_module(
     else:
         layers = {path: module}
     return PipelinedModule(path, module, ModelLayers(root, tuple(layers), tuple(layers.values())))
+
+
+def _refuse_scripts(module: nn.Module, path: str) -> None:
+    """Raise if weights are in TorchScript, which holds references to them that cannot move."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule) and any(True for _ in inner.parameters()):
+            full = ".".join(filter(None, (path, name)))
+            raise ConfigError(
+                f"The pipelined module {full!r} must be a Python module, got one of TorchScript. "
+                "Use the module from before torch.jit.script, or name another one to pipeline: "
+                "HeteroPipeStrategy(module='...')."
+            )
+
+
+def _refuse_compiled_list(root: nn.Module, path: str) -> None:
+    """Raise if torch.compile has made one function of a list of layers."""
+    compiled = set(compiled_names(root)) - {""}
+    parts = path.split(".")
+    if compiled.intersection(".".join(parts[:count]) for count in range(1, len(parts) + 1)):
+        raise ConfigError(
+            f"The pipelined module {path.removesuffix('._orig_mod')!r} must be a list of layers, "
+            "got one that torch.compile has compiled as a whole. Compile its layers instead: "
+            "for layer in layers: layer.compile()."
+        )
 
 
 def require_layers(

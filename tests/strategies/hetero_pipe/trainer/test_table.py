@@ -32,6 +32,7 @@ MONITORS = "trainer/test_callbacks::test_monitors_and_summaries_show_the_whole_m
 TUNER = "trainer/test_callbacks::test_the_tuner_finds_the_learning_rate_but_not_the_batch_size"
 SAVED_ON_EXCEPTION = "trainer/test_callbacks::test_a_checkpoint_is_saved_if_all_ranks_raise"
 NO_SCRIPT = "test_outside_of_steps::test_a_script_that_is_no_file_is_refused"
+SETUP_ERRORS = "test_errors::test_setup_errors_name_the_fault"
 
 # Test of each row, as "file::function" or "file::function[case]", below the folder `HERE`. The
 # cases of `ALONE` and `CALLBACK` are named after the row.
@@ -82,6 +83,12 @@ FEATURE_TESTS = {
     "`training_step` returns `None`": (
         "trainer/test_skipped_steps::test_a_step_that_returns_none_skips_the_batch"
     ),
+    "`torch.compile` of layers in an `nn.Sequential`": (
+        "trainer/test_compiled_modules::test_compiled_layers_train_as_on_one_device"
+    ),
+    "`torch.compile` of the whole `nn.Sequential`": SETUP_ERRORS,
+    "`torch.compile` of modules that code calls which is cut": SETUP_ERRORS,
+    "TorchScript": SETUP_ERRORS,
     "weights in hooks, such as averages of the user's own": (
         "test_misuse::test_weights_of_other_stages_cannot_be_used_in_hooks"
     ),
