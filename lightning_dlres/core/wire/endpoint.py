@@ -336,7 +336,7 @@ class Client(Endpoint):
         if monitor:
             self._start_monitor()
         try:
-            if address.startswith("tcp:") and not _has_port(address):
+            if address.startswith("tcp:") and not has_port(address):
                 raise ValueError("no port from 1 to 65535")
             self._socket.connect(address)
         except (zmq.ZMQError, ValueError) as error:
@@ -414,6 +414,7 @@ def use_keys(client: zmq.Socket[bytes], curve: CurveKeys, server_key: bytes) -> 
     client.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
 
 
-def _has_port(address: str) -> bool:
+def has_port(address: str) -> bool:
+    """Return True if an address, such as "tcp://10.0.0.1:5555", ends with a port to connect to."""
     port = address.rpartition(":")[2]
     return port.isdecimal() and int(port) in PORTS[1:]

@@ -12,6 +12,7 @@ from lightning_dlres.codecs.gradient import GradientCodec, gradient_codec_names
 from lightning_dlres.core.checks import local_path, one_of, timeout_seconds, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes, parse_seconds
+from lightning_dlres.core.wire.endpoint import has_port
 from lightning_dlres.paramserver.execute.server.consistency import CONSISTENCIES
 from lightning_dlres.paramserver.gradient_codecs import job_codec
 
@@ -88,7 +89,7 @@ class ParameterServerConfig:
             return []
         servers = [self.servers] if isinstance(self.servers, str) else self.servers
         is_list = isinstance(servers, Sequence) and len(servers) > 0
-        if not is_list or not all(isinstance(s, str) and s.startswith("tcp://") for s in servers):
+        if not is_list or not all(map(_is_address, servers)):
             rule = '"embedded" or the addresses of servers'
             fix = "servers=['tcp://10.0.0.1:5600']"
             raise ConfigError(got_expected("servers", self.servers, rule, fix))
@@ -129,3 +130,7 @@ class ParameterServerConfig:
             return []
         # An empty list is refused as a path.
         return keys if isinstance(keys, (list, tuple)) and keys else [keys]  # type: ignore[list-item]
+
+
+def _is_address(server: object) -> bool:
+    return isinstance(server, str) and server.startswith("tcp://") and has_port(server)

@@ -302,6 +302,9 @@ def test_an_optimizer_that_servers_cannot_make_is_refused(pool: RankPool) -> Non
         ({"staleness": -1}, "staleness must be"),
         ({"servers": []}, "servers must be"),
         ({"servers": "10.0.0.1:5600"}, "servers must be"),
+        ({"servers": "tcp://10.0.0.1"}, "servers must be"),
+        ({"servers": ["tcp://10.0.0.1:5600 "]}, "servers must be"),
+        ({"servers": ["tcp://10.0.0.1:99999"]}, "servers must be"),
         ({"servers": ["tcp://10.0.0.1:5600"] * 2}, "servers must be different addresses"),
         ({"embedded_servers": 0}, "embedded_servers must be"),
         (
