@@ -11,7 +11,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 # A file's tests share what they have computed, so they stay together. Each worker imports torch,
 # Lightning and all tests, and so do two processes of which its ranks are forked: 20 s of a core.
-PARALLEL := -n 2 --dist loadfile
+# A third worker uses the cores while ranks wait for each other.
+PARALLEL := -n 3 --dist loadfile
 # Tests start many processes: each would compile this package and the tests again.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 # Of properties, `test` draws half as many examples.
