@@ -11,9 +11,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 # A file's tests share what they have computed, so they stay together. Each worker imports torch,
 # Lightning and all tests, and so do two processes of which its ranks are forked: 20 s of a core.
-# A third worker uses the cores while ranks wait for each other. In the order of their names, files with
-# few and long tests do not come last, when the other workers have nothing to do any more.
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# A third worker uses the cores while ranks wait for each other.
+PARALLEL := -n 3 --dist loadfile
 # Tests start many processes: each would compile this package and the tests again.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 # Of properties, `test` draws half as many examples.
