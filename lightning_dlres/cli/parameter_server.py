@@ -18,9 +18,9 @@ from rich.text import Text
 from lightning_dlres.cli.serving import (
     add_key_options,
     add_serving_options,
-    require_both,
     stop_event,
 )
+from lightning_dlres.core.checks import require_both
 from lightning_dlres.core.errors import ConfigError, DlresError, got_expected
 from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.core.units import format_bytes, parse_seconds

@@ -7,7 +7,6 @@ import signal
 import threading
 from pathlib import Path
 
-from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.wire.keys import create_keys
 
 
@@ -42,19 +41,6 @@ def add_serving_options(parser: argparse.ArgumentParser, port: int, name: str, p
         action="store_true",
         help="without keys, serve every host that can reach the --bind address",
     )
-
-
-def require_both(first: str, has_first: bool, second: str, has_second: bool) -> None:
-    """Raise unless both of two options are given, or none.
-
-    Raises:
-        ConfigError: If only one is given.
-    """
-    if has_first != has_second:
-        given, missing = (first, second) if has_first else (second, first)
-        raise ConfigError(
-            f"{given} must be given together with {missing}, got only {given}. Pass both."
-        )
 
 
 def stop_event() -> threading.Event:

@@ -16,9 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_dlres.cli.serving import (
     add_key_options,
     add_serving_options,
-    require_both,
     stop_event,
 )
+from lightning_dlres.core.checks import require_both
 from lightning_dlres.core.errors import ConfigError, DlresError, StorageError, got_expected
 from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.core.tables import render

@@ -143,6 +143,19 @@ def local_path(name: str, value: object, rule: str, fix: str) -> None:
         raise ConfigError(got_expected(name, value, rule, fix))
 
 
+def require_both(first: str, has_first: bool, second: str, has_second: bool) -> None:
+    """Raise unless both of two options are given, or none.
+
+    Raises:
+        ConfigError: If only one is given.
+    """
+    if has_first != has_second:
+        given, missing = (first, second) if has_first else (second, first)
+        raise ConfigError(
+            f"{given} must be given together with {missing}, got only {given}. Pass both."
+        )
+
+
 def function(name: str, value: Callable[..., Any] | None) -> None:
     """Raise unless a value is callable or None.
 

@@ -300,12 +300,11 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        self._close_loaders()
-        self._stores.remove_temporary()
+        self._release()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.teardown("fit")
+        self._release()
 
     @override
     def train_dataloader(self) -> PrefetchLoader:
@@ -376,12 +375,13 @@ class PrefetchCacheDataModule(LightningDataModule):
             resume_of_same_length(self._loaders["train"], self._train_state or self._train_start)
             self._train_state = None
 
-    def _close_loaders(self) -> None:
+    def _release(self) -> None:
         for loader in self._loaders.values():
             loader.close()
         self._loaders.clear()
         self._train_state, self._train_start, self._next_passes = None, None, {}
         self._metrics_log = MetricsLog()
+        self._stores.remove_temporary()
 
     def _config(self, split: Split, source: Any) -> HostConfig:
         classes = self._labels.known_names if split.name in LABELLED else ()

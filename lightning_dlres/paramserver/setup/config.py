@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dlres.codecs.gradient import GradientCodec, gradient_codec_names
-from lightning_dlres.core.checks import local_path, one_of, timeout_seconds, whole_number
+from lightning_dlres.core.checks import (
+    local_path,
+    one_of,
+    require_both,
+    timeout_seconds,
+    whole_number,
+)
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes, parse_seconds
 from lightning_dlres.core.wire.endpoint import has_port
@@ -64,11 +70,7 @@ class ParameterServerConfig:
             if path is None:
                 raise ConfigError(got_expected("server_key", self.server_key, rule, "'server.key'"))
             local_path("server_key", path, rule, "server_key='server.key'")
-        if (self.key is None) != (self.server_key is None):
-            given, missing = ("key", "server_key")[:: 1 if self.server_key is None else -1]
-            raise ConfigError(
-                f"{given} must be given together with {missing}, got only {given}. Pass both."
-            )
+        require_both("key", self.key is not None, "server_key", self.server_key is not None)
         if self.key is not None and self.is_embedded:
             raise ConfigError(
                 got_expected("key", str(self.key), "None with embedded servers", "key=None")

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from lightning_dlres.core.checks import finite, flag, instance, local_path, whole_number
+from lightning_dlres.core.checks import (
+    finite,
+    flag,
+    instance,
+    local_path,
+    require_both,
+    whole_number,
+)
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes, parse_seconds
 from lightning_dlres.core.wire.keys import load_keys, load_public_key
@@ -179,11 +186,7 @@ def host_config(
         )
     if not 0 < threshold <= 1:
         raise ConfigError(got_expected("threshold", threshold, "in (0, 1]", "threshold=0.75"))
-    if (key is None) != (server_key is None):
-        missing, given = ("key", "server_key") if key is None else ("server_key", "key")
-        raise ConfigError(
-            f"{given} must be given together with {missing}, got only {given}. Pass both."
-        )
+    require_both("key", key is not None, "server_key", server_key is not None)
     capacity_bytes = parse_bytes(capacity, "capacity")
     if capacity_bytes < 1 or (ahead or 0) > capacity_bytes:
         if not ahead:

@@ -336,12 +336,13 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         # A callback, such as weight averaging, may have put other weights there for good.
         has_edits = self._updates is not None and self._updates.are_edited()
         is_edited = self._connection.any_rank(has_edits)
-        if not self._ranks_wait_for_each_other and is_edited:
-            # Each rank has averaged the weights that it had.
-            for parameter in self._module.parameters():
-                _broadcast_from_rank_0(parameter.detach())
-        elif not self._ranks_wait_for_each_other:
-            self._session.refresh()
+        if not self._ranks_wait_for_each_other:
+            if is_edited:
+                # Each rank has averaged the weights that it had.
+                for parameter in self._module.parameters():
+                    _broadcast_from_rank_0(parameter.detach())
+            else:
+                self._session.refresh()
         if self.is_global_zero:
             for optimizer in map(unwrapped, self.optimizers):
                 fill_state(self._keys, optimizer, self._session.states, self.state_directory)

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from tests.strategies.parameter_server.test_training import fit
+from tests.strategies.parameter_server.test_training import distance, fit
 from tests.support.rank_pool import RankContext, RankPool
 
 FAILING_STEP = 3
@@ -50,8 +50,12 @@ def test_the_other_rank_gets_an_exception_and_saves_a_checkpoint(
     outcomes = pool.run_expecting_errors(fit_and_fail, 2, str(tmp_path))
     assert "PeerLostError" in (tmp_path / "rank0.txt").read_text()
     assert "rank 1 gave up: ValueError: no such sample" in outcomes[0].error_message
+    model = {"optimizer": "sgd"}
+    (plain,) = pool.run(fit, 1, None, model=model, ranks=2, max_steps=FAILING_STEP)
     checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
     assert checkpoint["global_step"] == FAILING_STEP
+    # Rank 0 has used no step without rank 1.
+    assert distance(checkpoint["state_dict"], plain["weights"]) < 2e-5
     momenta = [
         one["momentum_buffer"] for one in checkpoint["optimizer_states"][0]["state"].values()
     ]

@@ -60,7 +60,7 @@ def cut_on_samples(context: StepContext, samples: ProfileSamples) -> Pipelined:
 
 
 def _refuse_compiled(context: StepContext) -> None:
-    """Raise if the code that is to be cut calls a compiled module: that runs no Python code."""
+    """Raise if the code that is to be cut calls a compiled module, which hides its code."""
     pipelined = context.pipelined
     scope, path = (context.module, "") if pipelined.is_step else (pipelined.module, pipelined.path)
     # A LightningModule that was compiled as a whole is cut like another one.
