@@ -215,6 +215,8 @@ class SnapshotTask:
         self._thread = threading.Thread(target=self._run, name="dlres-ps-snapshot", daemon=True)
         self._put(_Record(shard.setup))
         self._thread.start()
+        # A server may have no key, because there are fewer parameters than servers.
+        self._end_if_copied()
 
     def advance(self) -> bool:
         """Copy another key, unless the disk lags behind; return True if a key was copied."""
@@ -223,9 +225,7 @@ class SnapshotTask:
         state = self._to_copy.pop()
         self._applied[state.key.index] = list(state.applied)
         self._put(_key_record(self._shard, state))
-        if not self._to_copy:
-            self._put(_Record(_End(keys=len(self._applied))))
-            self._queue.put(None)
+        self._end_if_copied()
         return True
 
     @property
@@ -251,6 +251,11 @@ class SnapshotTask:
         self.error = self.error or reason
         self._queue.put(None)
         self._thread.join()
+
+    def _end_if_copied(self) -> None:
+        if not self._to_copy:
+            self._put(_Record(_End(keys=len(self._applied))))
+            self._queue.put(None)
 
     def _has_room(self) -> bool:
         return self._waiting_bytes <= _MAX_WAITING_BYTES and not self.error
