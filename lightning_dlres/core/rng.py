@@ -87,12 +87,19 @@ def derive_seed(*parts: int) -> int:
     return value >> 1
 
 
-def seed_device(seed: int, device: torch.device) -> None:
-    """Seed the CPU's generator and, for a CUDA device, the device's.
+def seed_all_devices(seed: int) -> None:
+    """Seed the CPU's generator and, if CUDA is in use, those of all its devices.
 
-    If CUDA is not initialized, `torch.manual_seed` takes a hundred times as long: it records the
-    call stack for every other kind of device.
+    `torch.manual_seed` takes a hundred times as long: it records the call stack for every kind of
+    device that is not in use.
     """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+def seed_device(seed: int, device: torch.device) -> None:
+    """Seed the CPU's generator and, for a CUDA device, the device's; see `seed_all_devices`."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):

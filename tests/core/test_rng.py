@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import traceback
 from collections.abc import Callable, Iterator
 from itertools import permutations, product
 
@@ -20,6 +21,7 @@ from lightning_dlres.core.rng import (
     forked,
     restore,
     rewinder,
+    seed_all_devices,
     seed_device,
     snapshot,
 )
@@ -190,3 +192,31 @@ def test_the_given_gpu_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     with forked(torch.device("cpu")):
         seed_device(7, torch.device("cuda:1"))
     assert seeded == [("cuda:1", 7)]
+
+
+@pytest.mark.parametrize("seed", [-1, 0, 7, 2**63 - 1])
+def test_seeds_are_those_of_torch_without_a_record_of_the_stack(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    with forked(CPU):
+        torch.manual_seed(seed)
+        expected = torch.rand(3)
+
+    def recorded() -> list[str]:
+        raise AssertionError("the call stack was recorded, which is slow")
+
+    monkeypatch.setattr(traceback, "format_stack", recorded)
+    with forked(CPU):
+        seed_all_devices(seed)
+        assert torch.equal(torch.rand(3), expected)
+        seed_device(seed, CPU)
+        assert torch.equal(torch.rand(3), expected)
+
+
+def test_all_gpus_in_use_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    with forked(CPU):
+        seed_all_devices(7)
+    assert seeds == [7]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from lightning_dlres.core.rng import forked
+from lightning_dlres.core.rng import forked, seed_all_devices
 from lightning_dlres.core.wire.tree import Tree, tensors_of
 
 # `training` of a module, and if gradients are recorded: code may ask for both.
@@ -30,7 +30,7 @@ def mode_of(module: nn.Module) -> Mode:
 
 def seed_layer(layer: int) -> None:
     """Seed torch's generators before a layer of a trial run."""
-    torch.manual_seed(layer)
+    seed_all_devices(layer)
 
 
 def device_of(inputs: Tree) -> torch.device:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import recurrent_weights_released
-from lightning_dlres.core.rng import derive_seed, forked
+from lightning_dlres.core.rng import derive_seed, forked, seed_device
 from lightning_dlres.pipeline.deferred.values import forget_deferred
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.stage.initialise import initialise, replace_storage
@@ -251,7 +251,7 @@ def materialise(
         *((index, list(module.modules())) for index, module in held_layers),
     ]:
         with forked(device):
-            torch.manual_seed(derive_seed(seed, layer + 1))
+            seed_device(derive_seed(seed, layer + 1), device)
             for module in modules:
                 initialise(module, device, names.get(id(module), type(module).__name__))
     forget_deferred(*layers.root.parameters(), *layers.root.buffers())

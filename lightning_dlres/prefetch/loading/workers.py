@@ -26,6 +26,7 @@ from torch.utils.data import default_collate
 
 from lightning_dlres.core.checks import one_of, whole_number
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.rng import seed_all_devices
 from lightning_dlres.prefetch.cache.samples import Sample, Samples
 from lightning_dlres.prefetch.loading.items import decode_item
 from lightning_dlres.prefetch.loading.local_samples import LocalSamples, set_up_worker
@@ -310,11 +311,7 @@ def _make_in_worker(samples: Samples | LocalSamples) -> Any:
     """
     assert _maker is not None
     seed = splitmix64(samples.epoch_seed + int(samples.sample_ids[0]))
-    if torch.cuda.is_initialized():
-        torch.manual_seed(seed % 2**63)
-    else:
-        # `torch.manual_seed` would record a stack trace for each accelerator not in use yet.
-        torch.default_generator.manual_seed(seed % 2**63)
+    seed_all_devices(seed % 2**63)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     return _maker(samples)
