@@ -133,7 +133,7 @@ class Deployment:
         )
         planned = planner.plan(trainer, previous)
         plan, mailbox, layers = planned.plan, connection.mailbox, context.pipelined.layers
-        if plan != previous:
+        if plan != previous and connection.rank == 0:
             rank_zero_info(f"\n{plan.table()}\n{plan.prediction()}")
         connection.rename([plan.rank_name(rank) for rank in range(connection.world_size)])
         _, stage = plan.position(connection.rank)

@@ -27,7 +27,6 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dlres.core import _compat
 from lightning_dlres.core.wire.payload import as_bytes
-from lightning_dlres.pipeline.execute.digest import digest
 from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES, are_identical
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -326,8 +325,14 @@ def _dense_parts(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def same_generator_state(a: Any, b: Any) -> bool:
-    """Return whether two states of a random generator are equal."""
-    return torch.equal(a, b) if isinstance(a, Tensor) else digest(a) == digest(b)
+    """Return whether two states of a random generator, of torch, NumPy or Python, are equal."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_generator_state(a[name], b[name]) for name in a)
+    return bool(a == b)
 
 
 def _same_members(a: Collection[Any], b: Collection[Any]) -> bool:
