@@ -103,10 +103,12 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
     if isinstance(node, Tensor):
         tensors.append(node)
         return ["t", len(tensors) - 1]
-    if type(node) in (list, tuple):
-        return ["l" if type(node) is list else "u", [_describe(child, tensors) for child in node]]
-    if node is None:
-        return ["v", None]
+    kind = type(node)
+    if kind in (list, tuple):
+        return ["l" if kind is list else "u", [_describe(child, tensors) for child in node]]
+    # Long lists hold numbers: states of random generators, sequences of tokens.
+    if node is None or kind in (float, bool) or (kind is int and _fits(node)):
+        return ["v", node]
     if isinstance(node, (np.ndarray, np.generic)):
         if isinstance(node, np.ndarray) and type(node) not in _PLAIN_ARRAYS:
             raise _refused(type(node), f"Only its values would arrive. {_CONVERT}")
@@ -127,7 +129,7 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
         return ["v", bytes(node)]
     if isinstance(node, int):
         # Hexadecimal: Python refuses to convert thousands of digits to or from decimal text.
-        return ["v", int(node)] if -_INT64_BOUND <= node < _INT64_BOUND else ["i", hex(node)]
+        return ["v", int(node)] if _fits(node) else ["i", hex(node)]
     if isinstance(node, complex):
         return ["z", node.real, node.imag]
     if isinstance(node, torch.Size):
@@ -137,6 +139,10 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
     if isinstance(node, (torch.dtype, torch.device)):
         return ["k", type(node).__name__, str(node).removeprefix("torch.")]
     return _describe_container(node, tensors)
+
+
+def _fits(number: int) -> bool:
+    return -_INT64_BOUND <= number < _INT64_BOUND
 
 
 def _describe_container(node: Tree, tensors: list[Tensor]) -> Structure:
