@@ -49,6 +49,8 @@ START = "start"
 PUSH = "push"
 PULL = "pull"
 COMMIT = "commit"
+# The parameter, or the optimizer state, of a key; see `ContentRequest`.
+CONTENT = "content"
 STATE = "state"
 VERSIONS = "versions"
 PING = "ping"
@@ -57,7 +59,8 @@ SNAPSHOT = "snapshot"
 LEAVE = "leave"
 STATUS = "status"
 
-# Answers of servers. Those to `VERSIONS` and `STATUS` have the kind of their request.
+# Answers of servers. Those to `CONTENT`, `STATE`, `VERSIONS` and `STATUS` have the kind of their
+# request.
 # Answer to `HELLO`, see `ServerWelcome`.
 WELCOME = "welcome"
 # The request was carried out.
@@ -143,6 +146,17 @@ class Push(KeyRequest, frozen=True, kw_only=True, array_like=True):
     is_held: bool
     clip_value: float
     base: Count = 0
+
+
+class ContentRequest(KeyRequest, frozen=True, kw_only=True, array_like=True):
+    """Request for a key's parameter or optimizer state. It is answered when that has all pushes.
+
+    Attributes:
+        numbers: Number of each worker's last push that must be in it; empty if only `number`
+            counts. A restarted server may have one worker's pushes again, but not yet another's.
+    """
+
+    numbers: list[Count] = []
 
 
 class Commit(Request, frozen=True, kw_only=True, array_like=True):

@@ -67,6 +67,7 @@ def requests(job: dict[str, Any], worker: Worker) -> list[tuple[str, msgspec.Str
     request = protocol.Request(**job)
     number = worker.steps + 1
     at_key = protocol.KeyRequest(**job, key=0, number=number)
+    content = protocol.ContentRequest(**job, key=0, number=number, numbers=[number])
     load = protocol.Load(**job, key=0, number=0, state="", dtype="float32", shape=key.shape)
     gradient = bytes(key.nbytes)
     commit = msgspec.msgpack.encode([(0, number)])
@@ -79,7 +80,8 @@ def requests(job: dict[str, Any], worker: Worker) -> list[tuple[str, msgspec.Str
         (protocol.PUSH, push_of(job, number=number, has_gradient=False), b""),
         (protocol.PULL, at_key, b""),
         (protocol.COMMIT, protocol.Commit(**job, scale=0.5), commit),
-        (protocol.STATE, at_key, b""),
+        (protocol.STATE, content, b""),
+        (protocol.CONTENT, content, b""),
         (protocol.VERSIONS, request, b""),
         (protocol.PING, request, b""),
         (protocol.SNAPSHOT, request, b""),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dlres.core.errors import PeerLostError, PeerTimeoutError
+from lightning_dlres.core.errors import PeerError, PeerLostError, PeerTimeoutError
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.optimizers import optimizer_name
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
@@ -240,3 +240,41 @@ def test_asynchronous_pushes_count_once_through_restarts(
     assert training.workers[0].join() == steps
     for parameter in training.models[0].parameters():
         assert torch.equal(parameter, torch.full_like(parameter, -steps * (1 + 2) / 2))
+
+
+@pytest.mark.parametrize(
+    "options", [{"consistency": "asp"}, {"consistency": "ssp", "staleness": 2}]
+)
+def test_last_values_have_pushes_that_another_worker_sends_again_late(
+    stack: ExitStack, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    training = Training(stack, tmp_path, **options)
+    training.steps(2)
+    late, early = training.workers
+    numbers = [session.numbers() for session in training.workers]
+    assert numbers == [[2] * len(training.keys)] * 2
+    for session in training.workers:
+        session.end_pushes(numbers)
+    refreshing = threading.Thread(target=early.refresh)
+    # The thread that would send pushes again needs the lock.
+    with late.exchange.lock:
+        training.restart_server()
+        wait_until(
+            lambda: training.server.status().last_version == 2, "the pushes of one worker", DEADLINE
+        )
+        refreshing.start()
+        # An answer that came now would lack pushes.
+        refreshing.join(0.5)
+        assert refreshing.is_alive()
+    refreshing.join(DEADLINE)
+    late.refresh()
+    for model in training.models:
+        for parameter in model.parameters():
+            assert torch.equal(parameter, torch.full_like(parameter, -2.0))
+
+
+def test_a_number_for_each_worker_is_needed(stack: ExitStack, tmp_path: Path) -> None:
+    training = Training(stack, tmp_path, timeout=2.0, consistency="asp")
+    training.workers[0].end_pushes([training.workers[0].numbers()])
+    with pytest.raises(PeerError):
+        training.workers[0].refresh()

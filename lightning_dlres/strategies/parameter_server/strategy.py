@@ -337,6 +337,8 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         has_edits = self._updates is not None and self._updates.are_edited()
         is_edited = self._connection.any_rank(has_edits)
         if not self._ranks_wait_for_each_other:
+            numbers = self._connection.gather(list(map(float, self._session.numbers())))
+            self._session.end_pushes([list(map(int, one)) for one in numbers])
             if is_edited:
                 # Each rank has averaged the weights that it had.
                 for parameter in self._module.parameters():
@@ -346,6 +348,8 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         if self.is_global_zero:
             for optimizer in map(unwrapped, self.optimizers):
                 fill_state(self._keys, optimizer, self._session.states, self.state_directory)
+        # Until here, a server that is started again needs the pushes of all ranks.
+        self._connection.any_rank(False)
         self._end_session(self._connection)
 
     def _end_session(self, connection: Connection | None = None) -> None:

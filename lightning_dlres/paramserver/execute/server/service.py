@@ -108,6 +108,7 @@ class ParameterServer:
             protocol.PUSH: self._push,
             protocol.PULL: self._pull,
             protocol.COMMIT: self._commit,
+            protocol.CONTENT: self._content,
             protocol.STATE: self._state,
             protocol.VERSIONS: self._versions,
             protocol.PING: self._ping,
@@ -321,15 +322,19 @@ class ParameterServer:
             for key, answer in shard.commit(commit, memoryview(message.payload)):
                 self._reply(key, [answer])
 
-    def _state(self, message: Message) -> None:
-        admitted = self._admitted(message, protocol.KeyRequest)
-        if admitted is not None:
+    def _content(self, message: Message) -> None:
+        admitted = self._admitted(message, protocol.ContentRequest)
+        # A restarted server waits for pushes; the worker asks again.
+        if admitted is not None and admitted[0].has_applied(admitted[1]):
             shard, request = admitted
-            state = shard.state_of(request.key)
-            if state.applied[request.worker] < request.number:
-                # A restarted server waits for pushes; the worker asks again.
-                return
-            payload = protocol.encode_state(shard.optimizer_state(state))
+            payload = shard.state_of(request.key).payload().tobytes()
+            self._answer(message, protocol.CONTENT, payload)
+
+    def _state(self, message: Message) -> None:
+        admitted = self._admitted(message, protocol.ContentRequest)
+        if admitted is not None and admitted[0].has_applied(admitted[1]):
+            shard, request = admitted
+            payload = protocol.encode_state(shard.optimizer_state(shard.state_of(request.key)))
             self._answer(message, protocol.STATE, payload)
 
     def _versions(self, message: Message) -> None:

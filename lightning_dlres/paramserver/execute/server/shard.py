@@ -189,6 +189,21 @@ class Shard:
         """Return the answer to a worker that wants a key."""
         return self._consistency.pull(self._started(request.key), request.worker, request.number)
 
+    def has_applied(self, request: protocol.ContentRequest) -> bool:
+        """Return True if a key has all pushes that a request needs.
+
+        Raises:
+            ProtocolError: If the request does not have one number for each worker.
+        """
+        applied = self._started(request.key).applied
+        if request.numbers and len(request.numbers) != len(applied):
+            raise ProtocolError(
+                f"a request with {len(request.numbers)} numbers for {len(applied)} workers."
+            )
+        return applied[request.worker] >= request.number and all(
+            done >= number for done, number in zip(applied, request.numbers, strict=False)
+        )
+
     def commit(self, commit: protocol.Commit, data: memoryview) -> Iterator[tuple[int, Answer]]:
         """Apply held updates; yield key and answer.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -155,6 +156,25 @@ class Exchange:
             incarnation=self.incarnation,
             key=key,
             number=number,
+        )
+
+    def content_request(
+        self, key: int, number: int, numbers: Sequence[int]
+    ) -> protocol.ContentRequest:
+        """Return the details of a request for a key's parameter or optimizer state.
+
+        Args:
+            key: Index of the key.
+            number: Number of this worker's push that must be in it.
+            numbers: Those of all workers; empty if only `number` counts.
+        """
+        return protocol.ContentRequest(
+            job=self.job,
+            worker=self.worker,
+            incarnation=self.incarnation,
+            key=key,
+            number=number,
+            numbers=list(numbers),
         )
 
     def fail(self, error: PeerError) -> None:

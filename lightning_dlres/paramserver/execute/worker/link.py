@@ -13,7 +13,6 @@ import math
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import msgspec
 
@@ -25,6 +24,10 @@ from lightning_dlres.core.wire.message import Buffer, Message
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.sending_waits import SendingWait
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
+from lightning_dlres.paramserver.execute.worker.pending_request import (
+    MAX_BACKOFF,
+    PendingRequest,
+)
 from lightning_dlres.paramserver.execute.worker.push_log import NOT_COMMITTED, LogEntry
 from lightning_dlres.paramserver.execute.worker.push_window import PushWindow
 
@@ -32,8 +35,8 @@ from lightning_dlres.paramserver.execute.worker.push_window import PushWindow
 _MAX_REQUESTS = 8
 # Longest wait for a message in seconds, unless messages are sent again earlier.
 _IDLE_SECONDS = 0.25
-# Queries in one look, and the largest factor by which the time between two queries grows.
-_MAX_QUERIES, _MAX_BACKOFF = 32, 8
+# Queries in one look.
+_MAX_QUERIES = 32
 # Answers that ask for pushes that are not in the log, before the worker gives up. A late message
 # may ask for pushes that are not needed any more.
 _MAX_UNANSWERABLE = 20
@@ -41,25 +44,6 @@ _MAX_UNANSWERABLE = 20
 _MAX_TEXT, _MAX_NAMED = 2000, 8
 # Requests have larger sequence numbers than pushes, whose numbers ZeroMQ's client gives.
 _FIRST_SEQUENCE = 1 << 32
-
-
-@dataclass
-class PendingRequest:
-    """Request that is sent until its answer arrives.
-
-    Attributes:
-        kind, details, payload: The message.
-        sent: Clock when it was last sent; -inf before.
-        tries: How often it was sent.
-        answer: Its answer; None before.
-    """
-
-    kind: str
-    details: bytes
-    payload: Buffer = b""
-    sent: float = -math.inf
-    tries: int = 0
-    answer: Message | None = None
 
 
 class ServerLink:
@@ -93,6 +77,8 @@ class ServerLink:
         self.last_heard = -math.inf
         # Clock at the last value or merge that was awaited; -inf before the first.
         self._last_progress = -math.inf
+        # Clock at the last answer to a request; -inf before the first.
+        self._last_answer = -math.inf
         self._exchange, self._retry_seconds = exchange, retry_seconds
         self._silence_seconds, self._connected = silence_seconds, time.monotonic()
         self._client = Client(
@@ -252,7 +238,8 @@ class ServerLink:
     def _send_requests(self, now: float) -> None:
         # There may be thousands, and all that are here have no answer yet.
         for sequence, pending in itertools.islice(self._requests.items(), _MAX_REQUESTS):
-            if now - pending.sent >= self._retry_seconds and self._may_send():
+            is_due = pending.is_due(now, self._retry_seconds, self._last_answer)
+            if is_due and self._may_send():
                 pending.sent, pending.tries = now, pending.tries + 1
                 self._client.send(
                     pending.kind, pending.payload, sequence=sequence, details=pending.details
@@ -268,7 +255,7 @@ class ServerLink:
         for one in self._keys:
             if not one.is_unconfirmed and (not one.is_awaited or one.is_queued or one.is_merged):
                 continue
-            wait = self._retry_seconds * min(1 << min(one.queries, 8), _MAX_BACKOFF)
+            wait = self._retry_seconds * min(1 << min(one.queries, 8), MAX_BACKOFF)
             is_early = now - max(one.touched, self._last_progress) < wait
             if is_early or not self._may_send():
                 continue
@@ -336,7 +323,7 @@ class ServerLink:
         if is_unknown:
             text = "does not know this job any more: it was started again, or another job has begun"
             raise PeerLostError(f"{self.name} {text}. Start this job again.")
-        pending.answer = message
+        pending.answer, self._last_answer = message, time.monotonic()
         if pending.kind == protocol.HELLO:
             self._note_boot(message.decode(protocol.ServerWelcome).boot)
         elif pending is self._version_request:

@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,26 +20,29 @@ from torch import Tensor
 
 from lightning_dlres.codecs.gradient.base import GradientCodec, State
 from lightning_dlres.core.arrays import byte_array
-from lightning_dlres.core.errors import ConfigError, PeerTimeoutError
+from lightning_dlres.core.errors import ConfigError, PeerTimeoutError, ProtocolError
 from lightning_dlres.core.units import format_bytes, format_seconds
+from lightning_dlres.core.wire.message import Message
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.consistency import BSP
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.joining import Joining
-from lightning_dlres.paramserver.execute.worker.link import PendingRequest, ServerLink
+from lightning_dlres.paramserver.execute.worker.link import ServerLink
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters, part_of
+from lightning_dlres.paramserver.execute.worker.pending_request import PendingRequest
 from lightning_dlres.paramserver.execute.worker.push_log import PushLog
 from lightning_dlres.paramserver.execute.worker.waits import ServerWaits
 from lightning_dlres.paramserver.gradient_codecs import codec_of
+from lightning_dlres.paramserver.plan.keys import Key
 
 # Details of a push in the log, in bytes, beyond its payload.
 _DETAILS_BYTES = 2048
 # Longest silence of a server at the farewell, in seconds: it may be gone already.
 _LEAVE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
-# Keys whose optimizer states are on their way while the state of another key is used.
-_STATES_AHEAD = 8
+# Keys whose values or optimizer states are on their way while those of another key are used.
+_KEYS_AHEAD = 8
 
 
 class WorkerSession:
@@ -88,6 +91,8 @@ class WorkerSession:
         )
         self._codecs = [codec_of(key, job.codec) for key in job.keys]
         self._residuals: dict[int, State] = {}
+        # For each key, the number of each worker's last push; empty before `end_pushes`.
+        self._last_numbers: list[tuple[int, ...]] = []
         self._links: list[ServerLink] = []
         try:
             for index, address in enumerate(job.servers):
@@ -228,24 +233,33 @@ class WorkerSession:
         """Copy all values that have arrived into the parameters."""
         self.exchange.land(self._parameters)
 
+    def numbers(self) -> list[int]:
+        """Return the number of the latest push of each key."""
+        return [one.number for one in self.exchange.keys]
+
+    def end_pushes(self, numbers: Sequence[Sequence[int]]) -> None:
+        """Let the values and states that are asked for from now on have the last pushes of all
+        workers.
+
+        A server that was started again has these pushes only after all workers have sent them
+        again.
+
+        Args:
+            numbers: `numbers` of each worker, after its last push.
+        """
+        self._last_numbers = list(zip(*numbers, strict=True))
+
     def refresh(self) -> None:
-        """Land the latest values, with the pushes of other workers.
+        """Land the values with all pushes; see `end_pushes`.
 
         Raises:
             PeerError: See `wait`.
         """
-        with self.exchange.lock:
-            for index, one in enumerate(self.exchange.keys):
-                self.exchange.expect(index, one.number, is_queued=False)
-                request = self.exchange.key_request(index, one.number)
-                self._link_of(index).post(protocol.PULL, request)
-        self.wait()
-        self.land()
+        with torch.no_grad():
+            self._parameters.land(self._values())
 
     def states(self, keys: Iterable[int]) -> Iterator[dict[str, Any]]:
         """Yield the optimizer state of each of these keys: tensors and numbers by name.
-
-        Only the answers for a few keys are in memory at a time.
 
         Args:
             keys: Indices of the keys.
@@ -253,21 +267,8 @@ class WorkerSession:
         Raises:
             PeerError: If a server does not answer in time.
         """
-        pending: deque[PendingRequest] = deque()
-        for key in keys:
-            one = self.exchange.keys[key]
-            # Within a step, as after a failure, the pushes of other workers may never come.
-            number = one.number - 1 if one.is_awaited else one.number
-            request = self.exchange.key_request(key, number)
-            pending.append(self._link_of(key).request(protocol.STATE, request))
-            if len(pending) > _STATES_AHEAD:
-                yield self._state_in(pending.popleft())
-        while pending:
-            yield self._state_in(pending.popleft())
-
-    def _state_in(self, request: PendingRequest) -> dict[str, Any]:
-        (answer,) = self._waits.answers([request])
-        return protocol.decode_state(answer.decode(list[protocol.StatePart]))
+        for _, answer in self._contents(protocol.STATE, keys):
+            yield protocol.decode_state(answer.decode(list[protocol.StatePart]))
 
     def leave(self, seconds: float | None = None) -> None:
         """Say farewell to the servers, and remove the log; the job ends when all have left.
@@ -307,6 +308,39 @@ class WorkerSession:
         """Close all connections; a process of the same worker may take this one's place."""
         for link in self._links:
             link.close()
+
+    def _values(self) -> Iterator[tuple[Key, memoryview]]:
+        for index, answer in self._contents(protocol.CONTENT, range(len(self.exchange.keys))):
+            key, value = self.exchange.keys[index].key, memoryview(answer.payload)
+            if len(value) != key.nbytes:
+                raise ProtocolError(
+                    f"{self._link_of(index).name} sent {len(value)} bytes of {key}."
+                )
+            yield key, value
+
+    def _contents(self, kind: str, keys: Iterable[int]) -> Iterator[tuple[int, Message]]:
+        """Ask for each of these keys; yield its index and the answer.
+
+        Only the answers for a few keys are in memory at a time.
+        """
+        pending: deque[tuple[int, PendingRequest]] = deque()
+
+        def next_answer() -> tuple[int, Message]:
+            key, request = pending.popleft()
+            (answer,) = self._waits.answers([request], need_workers=bool(self._last_numbers))
+            return key, answer
+
+        for key in keys:
+            one = self.exchange.keys[key]
+            # Within a step, as after a failure, the pushes of other workers may never come.
+            number = one.number - 1 if one.is_awaited else one.number
+            numbers = self._last_numbers[key] if self._last_numbers else ()
+            request = self.exchange.content_request(key, number, numbers)
+            pending.append((key, self._link_of(key).request(kind, request)))
+            if len(pending) > _KEYS_AHEAD:
+                yield next_answer()
+        while pending:
+            yield next_answer()
 
     def _fill(
         self,

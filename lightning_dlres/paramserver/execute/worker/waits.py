@@ -9,7 +9,8 @@ from lightning_dlres.core.errors import PeerError, PeerTimeoutError
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.core.wire.message import Message
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange
-from lightning_dlres.paramserver.execute.worker.link import PendingRequest, ServerLink
+from lightning_dlres.paramserver.execute.worker.link import ServerLink
+from lightning_dlres.paramserver.execute.worker.pending_request import PendingRequest
 
 _POLL_SECONDS = 0.2
 
@@ -38,8 +39,14 @@ class ServerWaits:
         self._timeout, self._pause_seconds = timeout, min(retry_seconds, 1.0)
         self._check_peers = check_peers
 
-    def answers(self, pending: Sequence[PendingRequest]) -> list[Message]:
+    def answers(
+        self, pending: Sequence[PendingRequest], *, need_workers: bool = False
+    ) -> list[Message]:
         """Wait for the answers to requests, and return them.
+
+        Args:
+            pending: The requests.
+            need_workers: True if they are answered only after pushes of other workers.
 
         Raises:
             PeerError: See `until`.
@@ -52,7 +59,7 @@ class ServerWaits:
                 unanswered.pop()
             return not unanswered
 
-        self._until(are_answered, self._exchange.check)
+        self._until(are_answered, self.check if need_workers else self._exchange.check)
         return [one.answer for one in pending if one.answer is not None]
 
     def until(self, is_met: Callable[[], bool]) -> None:

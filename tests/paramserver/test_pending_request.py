@@ -1,0 +1,33 @@
+"""Requests are sent again, but large answers on a slow link are waited for."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.worker.pending_request import MAX_BACKOFF, PendingRequest
+
+NEVER = float("-inf")
+
+
+@pytest.mark.parametrize("kind", [protocol.HELLO, protocol.STATE, protocol.CONTENT])
+def test_a_new_request_is_due_at_once(kind: str) -> None:
+    assert PendingRequest(kind, b"").is_due(0.0, 1.0, NEVER)
+    assert PendingRequest(kind, b"").is_due(5.0, 1.0, 5.0)
+
+
+@pytest.mark.parametrize("tries", [1, 2, 30])
+def test_a_small_answer_is_asked_for_again_and_again(tries: int) -> None:
+    request = PendingRequest(protocol.HELLO, b"", sent=10.0, tries=tries)
+    assert not request.is_due(10.9, 1.0, NEVER)
+    assert request.is_due(11.0, 1.0, last_answer=11.0)
+
+
+@pytest.mark.parametrize("kind", [protocol.STATE, protocol.CONTENT])
+@pytest.mark.parametrize(("tries", "factor"), [(1, 1), (2, 2), (3, 4), (30, MAX_BACKOFF)])
+def test_a_large_answer_may_be_behind_others(kind: str, tries: int, factor: int) -> None:
+    request = PendingRequest(kind, b"", sent=10.0, tries=tries)
+    assert not request.is_due(10.0 + 0.9 * factor, 1.0, NEVER)
+    assert request.is_due(10.0 + factor, 1.0, NEVER)
+    assert not request.is_due(10.0 + factor, 1.0, last_answer=10.5)
+    assert request.is_due(10.5 + factor, 1.0, last_answer=10.5)
