@@ -53,13 +53,15 @@ class Span(NamedTuple):
 class Tracer:
     """A thread-safe ring buffer of the last `capacity` spans; new spans replace the oldest.
 
+    A span takes about 0.5 KiB. Reports read the last 20,000 at most.
+
     Raises:
         ConfigError: If the capacity is less than 1.
     """
 
-    def __init__(self, capacity: int = 100_000, *, enabled: bool = True) -> None:
+    def __init__(self, capacity: int = 30_000, *, enabled: bool = True) -> None:
         if capacity < 1:
-            raise ConfigError(got_expected("capacity", capacity, "at least 1 span", "100_000"))
+            raise ConfigError(got_expected("capacity", capacity, "at least 1 span", "30_000"))
         self.enabled = enabled
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._recorded = 0

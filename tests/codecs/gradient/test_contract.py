@@ -76,6 +76,35 @@ class IgnoresScale(Rounding):
         super().expand(payload, out, **how)
 
 
+class SendsHalf(Rounding):
+    def compress(
+        self, values: Tensor, state: State, payload: Tensor, *, scale: float = 1.0, seed: int = 0
+    ) -> None:
+        payload.view(torch.float32).copy_(values * scale / 2)
+
+
+class IsLost(SendsHalf):
+    def compress(self, values: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().compress(values * torch.nan, *args, **kwargs)
+
+
+class SendsHalfOfTwice(SendsHalf):
+    """A user's codec that may send more in some steps, and less in others."""
+
+    is_unbiased = True
+
+
+class Accumulates(SendsHalf):
+    transforms_gradient = True
+
+
+class RoundsAlone(Rounding):
+    def compress(
+        self, values: Tensor, state: State, payload: Tensor, *, scale: float = 1.0, seed: int = 0
+    ) -> None:
+        payload.view(torch.float32).copy_((values * scale).bfloat16().float())
+
+
 class NeedsGpu(Rounding):
     def compress(self, values: Tensor, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("values must be on a GPU")
@@ -91,6 +120,8 @@ class NeedsGpu(Rounding):
         (WritesLess, "by the same ones for the same payload"),
         (NeverAdds, "add scale times the values"),
         (IgnoresScale, "add scale times the values"),
+        (SendsHalf, "a payload and a residual that lack 50% of an element"),
+        (IsLost, "by the same ones for the same payload"),
     ],
 )
 def test_a_codec_that_breaks_a_rule_is_refused(kind: type[Rounding], rule: str) -> None:
@@ -98,7 +129,9 @@ def test_a_codec_that_breaks_a_rule_is_refused(kind: type[Rounding], rule: str) 
         require_contract(kind())
 
 
-@pytest.mark.parametrize("kind", [Rounding, NeedsGpu])
+@pytest.mark.parametrize(
+    "kind", [Rounding, NeedsGpu, SendsHalfOfTwice, Accumulates, RoundsAlone]
+)
 def test_other_codecs_are_taken_and_no_random_number_is_used(kind: type[Rounding]) -> None:
     before = torch.get_rng_state()
     require_contract(kind())
