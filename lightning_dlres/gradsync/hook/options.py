@@ -52,7 +52,7 @@ def check_choices(
     one_of("transport", transport, (AUTO, *TRANSPORTS), "transport='gloo'")
     one_of("hierarchy", hierarchy, (AUTO, "off"), "hierarchy='auto'")
     if host is not None and not (isinstance(host, str) and host):
-        raise ConfigError(got_expected("host", host, "a text or None", "host=None"))
+        raise ConfigError(got_expected("host", host, "a non-empty text or None", "host=None"))
     if replan is not False and replan != AUTO:
         raise ConfigError(got_expected("replan", replan, "'auto' or False", "replan=False"))
 

@@ -1,4 +1,5 @@
-"""Refusal of what cannot work with a pipeline, before the run starts: callbacks and steps."""
+"""Refusal of what cannot work with a pipeline, before the run starts: callbacks, steps, and lazy
+modules."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 from lightning_dlres import _compat
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.strategies.lazy_parameters import refuse_lazy_parameters
 
 # Name of the step that each entry point of the Trainer runs.
 _STEPS = {
@@ -63,6 +66,7 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, *, is_plain: b
     Raises:
         ConfigError: If something cannot; the message names it and an alternative.
     """
+    refuse_lazy_parameters(module)
     fitting = trainer.state.fn == TrainerFn.FITTING
     if fitting and not module.automatic_optimization:
         raise ConfigError(
@@ -72,7 +76,7 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, *, is_plain: b
         )
     if fitting and not is_plain:
         refuse_callbacks(trainer)
-        refuse_synced_batchnorm(trainer)
+        refuse_synced_batchnorm(trainer, module)
     if not is_plain:
         refuse_dataloader_iter(trainer, module)
 
@@ -91,8 +95,10 @@ def refuse_callbacks(trainer: Trainer) -> None:
                 )
 
 
-def refuse_synced_batchnorm(trainer: Trainer) -> None:
-    """Raise if the Trainer synchronises BatchNorm, which a pipeline cannot.
+def refuse_synced_batchnorm(trainer: Trainer, module: LightningModule) -> None:
+    """Raise if BatchNorm is synchronised, which a pipeline cannot.
+
+    Only the ranks of one stage would take part in its collectives, which need all ranks.
 
     Raises:
         ConfigError: If it does.
@@ -103,6 +109,13 @@ def refuse_synced_batchnorm(trainer: Trainer) -> None:
             "sync_batchnorm must be False for a pipeline, in which BatchNorm sees one micro-batch "
             "at a time, got True. Use HeteroPipeStrategy(microbatches=1), or GroupNorm."
         )
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"{type(module).__name__} must not have an nn.SyncBatchNorm for a pipeline, in "
+                f"which only one stage runs it, got {name!r}. Use nn.BatchNorm and "
+                "HeteroPipeStrategy(microbatches=1), or GroupNorm."
+            )
 
 
 def refuse_dataloader_iter(trainer: Trainer, module: LightningModule) -> None:

@@ -44,6 +44,7 @@ from lightning_dlres.strategies.connection import (
     check_backend,
 )
 from lightning_dlres.strategies.few_bits import unwrapped, warn_about_few_bits
+from lightning_dlres.strategies.lazy_parameters import refuse_lazy_parameters
 from lightning_dlres.strategies.parameter_server.clipping import Clipping
 from lightning_dlres.strategies.parameter_server.remote_update import RemoteUpdates
 from lightning_dlres.strategies.parameter_server.server_hosting import (
@@ -200,6 +201,7 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
     @override
     def configure_ddp(self) -> None:
         """Give all ranks the parameters and buffers of rank 0; nothing wraps the model."""
+        refuse_lazy_parameters(self._module)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and scaler.is_enabled():
             got, fix = self.precision_plugin.precision, 'precision="bf16-mixed"'

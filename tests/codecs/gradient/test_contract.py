@@ -129,9 +129,7 @@ def test_a_codec_that_breaks_a_rule_is_refused(kind: type[Rounding], rule: str) 
         require_contract(kind())
 
 
-@pytest.mark.parametrize(
-    "kind", [Rounding, NeedsGpu, SendsHalfOfTwice, Accumulates, RoundsAlone]
-)
+@pytest.mark.parametrize("kind", [Rounding, NeedsGpu, SendsHalfOfTwice, Accumulates, RoundsAlone])
 def test_other_codecs_are_taken_and_no_random_number_is_used(kind: type[Rounding]) -> None:
     before = torch.get_rng_state()
     require_contract(kind())

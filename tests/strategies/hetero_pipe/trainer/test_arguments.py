@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 
 from lightning_dlres import ConfigError
 from tests.strategies.hetero_pipe.trainer.watched import Watched, watched
@@ -207,6 +209,24 @@ def test_sync_batchnorm_is_refused_on_several_devices(pool: RankPool) -> None:
     for message, steps in pool.run(refusal_of_sync_batchnorm, 2):
         assert message.startswith("sync_batchnorm must be False for a pipeline")
         assert steps == 1
+
+
+class Synced(Watched):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(3)
+
+
+def refusal_of_synced_layer(context: RankContext) -> str:
+    with pytest.raises(ConfigError) as error:
+        fit(context, replace(watched(), make=Synced))
+    return str(error.value)
+
+
+def test_layers_that_synchronise_batches_are_refused(pool: RankPool) -> None:
+    for message in pool.run(refusal_of_synced_layer, 2):
+        assert message.startswith("Synced must not have an nn.SyncBatchNorm for a pipeline")
+        assert "got 'norm'" in message
 
 
 def write_files(context: RankContext, directory: Path) -> dict[str, list[str]]:

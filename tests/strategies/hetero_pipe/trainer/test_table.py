@@ -88,6 +88,12 @@ FEATURE_TESTS = {
     ),
     "`torch.compile` of the whole `nn.Sequential`": SETUP_ERRORS,
     "`torch.compile` of modules that code calls which is cut": SETUP_ERRORS,
+    "`nn.SyncBatchNorm`": (
+        "trainer/test_arguments::test_layers_that_synchronise_batches_are_refused"
+    ),
+    "Lazy modules that have seen no batch": (
+        "../test_lazy_parameters::test_a_lazy_module_is_named_before_training"
+    ),
     "TorchScript": SETUP_ERRORS,
     "weights in hooks, such as averages of the user's own": (
         "test_misuse::test_weights_of_other_stages_cannot_be_used_in_hooks"
