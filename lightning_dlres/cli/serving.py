@@ -44,10 +44,19 @@ def add_serving_options(parser: argparse.ArgumentParser, port: int, name: str, p
 
 
 def stop_event() -> threading.Event:
-    """Return an event that ^C and SIGTERM set from now on."""
-    stopped = threading.Event()
-    for stop_signal in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop_signal, lambda *_: stopped.set())
+    """Return an event that the next ^C or SIGTERM sets; one more signal ends the process at once.
+
+    A thread that waits for a disk without an answer would hold up an orderly end.
+    """
+    stopped, signals = threading.Event(), (signal.SIGINT, signal.SIGTERM)
+
+    def stop(*_: object) -> None:
+        stopped.set()
+        for stop_signal in signals:
+            signal.signal(stop_signal, signal.SIG_DFL)
+
+    for stop_signal in signals:
+        signal.signal(stop_signal, stop)
     return stopped
 
 
