@@ -28,7 +28,7 @@ from lightning_dlres.datamodules.splits import (
     check_source_arguments,
     is_data_set,
 )
-from lightning_dlres.datamodules.stores import SplitStores
+from lightning_dlres.datamodules.stores import SplitStores, require_set_up
 from lightning_dlres.datamodules.training_progress import (
     TrainingProgress,
     num_epochs,
@@ -322,9 +322,8 @@ class PrefetchCacheDataModule(LightningDataModule):
             loader.load_state_dict(self._train_state)
             self._train_state = None
             if len(loader) != whole_epoch:
-                # The Trainer counts the batches once, but the rest of this epoch and a whole epoch
-                # have different numbers of batches. Let the Trainer request a loader again after
-                # the epoch. It gets this one, and counts the batches of a whole epoch.
+                # The Trainer counts the batches once. Let it request a loader again after the rest
+                # of this epoch: it gets this one, and counts the batches of a whole epoch.
                 trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         return loader
 
@@ -421,6 +420,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         """
         source = self._stores.source_of(self._splits[split], source_name)
         trainer = self._trainer()
+        require_set_up(type(self), self._job)
         ranks, is_shared = data_parallel_ranks(trainer)
         name = f"{self._job}-{self._generation}-{source_name}"
         is_train = split == "train"

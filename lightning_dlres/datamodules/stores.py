@@ -43,6 +43,23 @@ _REPEATED_READS = 16
 _POLL_SECONDS = 0.01
 
 
+def require_set_up(kind: type, job: str) -> None:
+    """Raise if `setup` of the data module has not run, in which the job gets its name.
+
+    Args:
+        kind: Class of the data module.
+        job: Name of the job; "" before `setup`.
+
+    Raises:
+        ConfigError: If it has not run.
+    """
+    if not job:
+        raise ConfigError(
+            f"setup must run before {kind.__name__} makes a loader, got none. Call "
+            "super().setup(stage) in a setup of your own."
+        )
+
+
 class SplitStores:
     """Stores of the data sets of a data module's splits.
 

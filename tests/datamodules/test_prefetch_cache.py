@@ -506,6 +506,16 @@ def test_a_missing_split_is_an_error(tmp_path: Path) -> None:
         data_module().train_dataloader()
 
 
+class WithOwnSetup(dlres.PrefetchCacheDataModule):
+    def setup(self, stage: str) -> None:
+        """Forget the call of the original."""
+
+
+def test_a_setup_without_the_original_is_named(tmp_path: Path) -> None:
+    with pytest.raises(dlres.ConfigError, match="setup must run before WithOwnSetup makes a load"):
+        trainer(tmp_path).fit(Model(), datamodule=WithOwnSetup(train=str(tmp_path)))
+
+
 def set_up(data: dlres.PrefetchCacheDataModule, stage: str, directory: Path) -> None:
     """Run `setup` as a Trainer does at the start of a stage."""
     data.trainer = trainer(directory)

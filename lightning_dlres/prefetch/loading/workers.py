@@ -77,7 +77,20 @@ class BatchMaker:
         return {name: number for number, name in enumerate(self.classes)}
 
     def __call__(self, samples: Samples | LocalSamples) -> Any:
-        """Return the batch."""
+        """Return the batch.
+
+        Raises:
+            RuntimeError: If the user's code raises StopIteration, which would end the epoch.
+        """
+        try:
+            return self._make(samples)
+        except StopIteration as error:
+            raise RuntimeError(
+                "decode and collate must not raise StopIteration, got one, as of next(iterator) at "
+                "an iterator's end. Use next(iterator, default)."
+            ) from error
+
+    def _make(self, samples: Samples | LocalSamples) -> Any:
         decode = self.decode
         if decode is None and self.encoding == "tensors":
             decode = decode_item

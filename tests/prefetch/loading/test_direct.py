@@ -272,3 +272,35 @@ def test_a_read_of_many_files_returns_the_bytes_of_each(tmp_path: Path) -> None:
     paths[4].write_bytes(b"yz and more")
     _, counts = local_reads.read_whole(names, sizes)
     assert counts.tolist() == [1, 1, 0, -1, 3]
+
+
+def sample_id_of(sample: Sample) -> int:
+    return sample.sample_id
+
+
+def ends_in_a_sample(sample: Sample) -> int:
+    if sample.sample_id == 20:
+        next(iter([]))
+    return sample.sample_id
+
+
+def ends_in_a_batch(samples: list[int]) -> list[int]:
+    return next(iter([])) if 20 in samples else samples
+
+
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 1}, {"num_workers": 1, "worker_type": "process"}]
+)
+@pytest.mark.parametrize(
+    "user_code",
+    [{"decode": ends_in_a_sample}, {"decode": sample_id_of, "collate": ends_in_a_batch}],
+    ids=["decode", "collate"],
+)
+def test_user_code_cannot_end_an_epoch(
+    stack: ExitStack, folder: Path, workers: dict[str, Any], user_code: dict[str, Any]
+) -> None:
+    batches = open_direct(stack, folder, shuffle=False, **workers, **user_code)
+    iterator = iter(batches)
+    assert [next(iterator), next(iterator)] == [[*range(7)], [*range(7, 14)]]
+    with pytest.raises(RuntimeError, match="must not raise StopIteration"):
+        next(iterator)
