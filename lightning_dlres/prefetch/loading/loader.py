@@ -53,7 +53,7 @@ class PrefetchLoader:
         ranks: Rank of this process, and the ranks of its host. None: this is the only rank.
         batch_size: Number of samples in one batch of this rank.
         shuffle: True: every epoch has its own order. False: the order of the data set.
-        seed: Seed of the shuffled orders, and of the samples' own seeds.
+        seed: Seed of the orders, and of the samples' own seeds. A restored state has its own.
         tail: See `ShardSpec`.
         decode: See `BatchMaker`.
         collate: See `BatchMaker`.
