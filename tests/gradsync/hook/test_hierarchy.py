@@ -189,8 +189,8 @@ def test_processes_of_one_host_have_one_identity(pool: RankPool) -> None:
     ("options", "message"),
     [
         ({"hierarchy": "racks"}, "hierarchy must be one of 'auto' or 'off', got 'racks'"),
-        ({"host": 3}, "host must be a text or None, got 3"),
-        ({"host": ""}, "host must be a text or None, got ''"),
+        ({"host": 3}, "host must be a non-empty text or None, got 3"),
+        ({"host": ""}, "host must be a non-empty text or None, got ''"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
