@@ -53,7 +53,7 @@ class Span(NamedTuple):
 class Tracer:
     """A thread-safe ring buffer of the last `capacity` spans; new spans replace the oldest.
 
-    A span takes about 0.5 KiB. Reports read the last 20,000 at most.
+    A span takes 0.5 to 1 KiB. Reports read the last 20,000 at most.
 
     Raises:
         ConfigError: If the capacity is less than 1.

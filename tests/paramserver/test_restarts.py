@@ -276,5 +276,5 @@ def test_last_values_have_pushes_that_another_worker_sends_again_late(
 def test_a_number_for_each_worker_is_needed(stack: ExitStack, tmp_path: Path) -> None:
     training = Training(stack, tmp_path, timeout=2.0, consistency="asp")
     training.workers[0].end_pushes([training.workers[0].numbers()])
-    with pytest.raises(PeerError):
+    with pytest.raises(PeerError, match="refused: a request with 1 numbers for 2 workers"):
         training.workers[0].refresh()

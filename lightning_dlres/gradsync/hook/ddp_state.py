@@ -92,7 +92,7 @@ class GradientSyncState(SyncStateView):
         keeps_previous: True makes `undo_step` possible, with a second copy of the residuals. Use it
             with a gradient scaler, which skips steps. It needs `optimizers` if several backwards
             of an optimizer step synchronise gradients.
-        tracer: Gets a span for each task; None: a new tracer, which takes up to 15 MiB.
+        tracer: Gets a span for each task; None: a new tracer, which takes up to 30 MiB.
             `Tracer(enabled=False)` keeps none.
 
     Attributes:

@@ -25,7 +25,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
-from lightning_dlres.core.checks import finite, instance
+from lightning_dlres.core.checks import finite, instance, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.gradsync.optimizers.variance_freeze import FreezeRule
@@ -111,10 +111,8 @@ class OneBitAdam(torch.optim.Optimizer):
         finite("lr", lr, "lr=1e-3")
         finite("eps", eps, "eps=1e-8")
         finite("weight_decay", weight_decay, "weight_decay=0.01")
-        is_number = isinstance(freeze_step, int) and not isinstance(freeze_step, bool)
-        if freeze_step != "auto" and not (is_number and freeze_step >= 1):
-            rule = "'auto' or a whole number of at least 1"
-            raise ConfigError(got_expected("freeze_step", freeze_step, rule, "freeze_step='auto'"))
+        if freeze_step != "auto":
+            whole_number("freeze_step", freeze_step, "freeze_step='auto'")
         if sync is not None:
             instance("sync", sync, (MomentumSync,), "a MomentumSync or None", "MomentumSync()")
         self.sync = MomentumSync() if sync is None else sync

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from lightning_dlres.core.errors import PeerError
@@ -168,14 +169,8 @@ class Exchange:
             number: Number of this worker's push that must be in it.
             numbers: Those of all workers; empty if only `number` counts.
         """
-        return protocol.ContentRequest(
-            job=self.job,
-            worker=self.worker,
-            incarnation=self.incarnation,
-            key=key,
-            number=number,
-            numbers=list(numbers),
-        )
+        request = msgspec.structs.asdict(self.key_request(key, number))
+        return protocol.ContentRequest(**request, numbers=list(numbers))
 
     def fail(self, error: PeerError) -> None:
         """End the exchange with an error, for all threads."""

@@ -24,10 +24,7 @@ from lightning_dlres.core.wire.message import Buffer, Message
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.sending_waits import SendingWait
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
-from lightning_dlres.paramserver.execute.worker.pending_request import (
-    MAX_BACKOFF,
-    PendingRequest,
-)
+from lightning_dlres.paramserver.execute.worker.pending_request import PendingRequest, backoff
 from lightning_dlres.paramserver.execute.worker.push_log import NOT_COMMITTED, LogEntry
 from lightning_dlres.paramserver.execute.worker.push_window import PushWindow
 
@@ -255,7 +252,7 @@ class ServerLink:
         for one in self._keys:
             if not one.is_unconfirmed and (not one.is_awaited or one.is_queued or one.is_merged):
                 continue
-            wait = self._retry_seconds * min(1 << min(one.queries, 8), MAX_BACKOFF)
+            wait = backoff(self._retry_seconds, one.queries)
             is_early = now - max(one.touched, self._last_progress) < wait
             if is_early or not self._may_send():
                 continue

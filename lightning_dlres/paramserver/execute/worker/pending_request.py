@@ -11,7 +11,12 @@ from lightning_dlres.paramserver import protocol
 # Requests whose answers are large: a slow link may need seconds for each.
 _LARGE_ANSWERS = (protocol.CONTENT, protocol.STATE)
 # Largest factor by which the time between two queries of one thing grows.
-MAX_BACKOFF = 8
+_MAX_BACKOFF = 8
+
+
+def backoff(retry_seconds: float, queries: int) -> float:
+    """Return the seconds to wait after so many queries before the next one."""
+    return retry_seconds * min(1 << min(queries, _MAX_BACKOFF), _MAX_BACKOFF)
 
 
 @dataclass
@@ -45,5 +50,4 @@ class PendingRequest:
         """
         if self.kind not in _LARGE_ANSWERS or not self.tries:
             return now - self.sent >= retry_seconds
-        wait = retry_seconds * min(1 << (self.tries - 1), MAX_BACKOFF)
-        return now - max(self.sent, last_answer) >= wait
+        return now - max(self.sent, last_answer) >= backoff(retry_seconds, self.tries - 1)
