@@ -8,7 +8,8 @@ from lightning_dlres.codecs.gradient.base import RESIDUAL, GradientCodec
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.rng import forked
 
-_COUNT = 1000
+# Elements of the gradients. The larger one has positions beyond 16 bits.
+_COUNTS = (1000, 70_000)
 # Values of `out` before a payload is decoded into it.
 _FILLS = (float("nan"), 0.0, 1.0)
 # Relative difference of sums that counts as rounding.
@@ -18,7 +19,7 @@ _MOST_LOST = 0.05
 
 
 def require_contract(codec: GradientCodec) -> None:
-    """Compress and expand a small gradient on the CPU.
+    """Compress and expand small gradients on the CPU.
 
     Each rank decodes payloads itself. If a codec decoded one payload into several values, the
     parameters of the ranks would drift apart without an error. A codec that raises here, such as
@@ -31,7 +32,7 @@ def require_contract(codec: GradientCodec) -> None:
         return
     with forked(torch.device("cpu")):
         try:
-            broken = _broken_rule(codec.at_step(0))
+            broken = next(filter(None, (_broken_rule(codec.at_step(0), n) for n in _COUNTS)), "")
         except Exception:
             # It raises again in its first step, where the error says what it is about.
             return
@@ -41,21 +42,21 @@ def require_contract(codec: GradientCodec) -> None:
         )
 
 
-def _broken_rule(codec: GradientCodec) -> str:
+def _broken_rule(codec: GradientCodec, count: int) -> str:
     """Return the rule that the codec breaks, and what it does; "" if there is none."""
-    nbytes = codec.payload_bytes(_COUNT)
+    nbytes = codec.payload_bytes(count)
     if not isinstance(nbytes, int) or nbytes < 4 or nbytes % 4:
         rule = "return a positive multiple of 4 from payload_bytes"
-        return f"{rule}, got {nbytes!r} for {_COUNT} elements"
-    values = torch.randn(_COUNT, generator=torch.Generator().manual_seed(0))
+        return f"{rule}, got {nbytes!r} for {count} elements"
+    values = torch.randn(count, generator=torch.Generator().manual_seed(0))
     given, payload = values.clone(), torch.zeros(nbytes, dtype=torch.uint8)
-    state = codec.new_state(_COUNT, values.device)
+    state = codec.new_state(count, values.device)
     codec.compress(given, state, payload, scale=1.0, seed=1)
     if not torch.equal(given, values):
         return "leave the values as they are in compress, got others afterwards"
     sent, decoded = payload.clone(), []
     for fill in _FILLS:
-        out = torch.full((_COUNT,), fill)
+        out = torch.full((count,), fill)
         codec.expand(payload, out, scale=1.0, accumulate=False)
         decoded.append(out)
     if not torch.equal(payload, sent):
@@ -63,12 +64,12 @@ def _broken_rule(codec: GradientCodec) -> str:
     if not all(torch.equal(out, decoded[0]) for out in decoded):
         rule = "replace all values of `out` in expand by the same ones for the same payload"
         return f"{rule}, got other ones in another call"
-    residual = state.get(RESIDUAL, torch.zeros(_COUNT))
+    residual = state.get(RESIDUAL, torch.zeros(count))
     lost = float((values - decoded[0] - residual).abs().max() / values.abs().max())
     if not (codec.is_unbiased or codec.transforms_gradient) and not lost <= _MOST_LOST:
         rule = "keep in state['residual'] what compress does not send, or have is_unbiased = True"
-        return f"{rule}, got a payload and a residual that lack {lost:.0%} of an element"
-    total = torch.ones(_COUNT)
+        return f"{rule}, got a payload and a residual that lack {lost:.0%} of an element of {count}"
+    total = torch.ones(count)
     codec.expand(payload, total, scale=2.0, accumulate=True)
     expected = 1 + 2 * decoded[0]
     if not torch.allclose(total, expected, rtol=_TOLERANCE, atol=_TOLERANCE):

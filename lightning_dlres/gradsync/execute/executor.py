@@ -235,8 +235,9 @@ class SyncExecutor:
     def _guarded(self, loop: Callable[[], None]) -> None:
         try:
             loop()
-        except Exception as error:
-            # Any error: the training would wait for ever for a thread that has ended.
+        except BaseException as error:
+            # Any error, also SystemExit in a codec: the training would wait for a thread that has
+            # ended.
             self.fail(error)
 
     def _compute(self) -> None:

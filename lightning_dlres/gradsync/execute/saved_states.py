@@ -18,7 +18,7 @@ gradients and cut again:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -72,6 +72,17 @@ class LoadedStates:
         """Return the states, see `with_units`, and forget them."""
         states, self._states = self._states, []
         return with_units(states)
+
+    def take_of(self, gradients: Collection[str]) -> list[dict[str, Any]]:
+        """Return the states of some gradients, see `with_units`, and forget these."""
+        states = with_units(self._states)
+        rest = [_without_units(one, lambda name: name in gradients) for one in states]
+        self._states = [*rest] if any(one["units"] for one in rest) else []
+        return [_without_units(one, lambda name: name not in gradients) for one in states]
+
+
+def _without_units(saved: SavedStates, drops: Callable[[str], bool]) -> dict[str, Any]:
+    return {**saved, "units": [one for one in saved["units"] if not drops(one["gradient"])]}
 
 
 def with_units(saved: Sequence[SavedStates]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ It is also the state of `momentum_hook`, which averages gradients in the warm-up
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -99,6 +100,8 @@ class MomentumSync:
         # Parameters whose gradients stay local, by identity.
         self._local: set[Tensor] = set()
         self._specs: list[GradientSpec] = []
+        # Optimizer of these parameters.
+        self._owner: weakref.ref[Any] | None = None
         self._device = torch.device("cpu")
         self._session: SyncSession | None = None
         self._control: dist.ProcessGroup | None = None
@@ -160,12 +163,26 @@ class MomentumSync:
         ]
         return collect_all(means).then(lambda _: buffer)
 
-    def take_over(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def require_owner(self, optimizer: object) -> None:
+        """Check that no other optimizer's momenta are synchronised here.
+
+        Raises:
+            ConfigError: If another optimizer has called `take_over`.
+        """
+        if self._specs and (self._owner is None or self._owner() is not optimizer):
+            got, rule = "one that synchronises another optimizer", "used by one OneBitAdam"
+            raise ConfigError(
+                got_expected("sync", got, rule, "a MomentumSync of its own for each optimizer")
+            )
+
+    def take_over(self, parameters: Iterable[tuple[str, Tensor]], optimizer: object) -> None:
         """Keep the gradients of these parameters local from now on, instead of averaging them.
 
         Args:
             parameters: Names and parameters, in the same order on all ranks.
+            optimizer: Their optimizer.
         """
+        self._owner = weakref.ref(optimizer)
         for name, parameter in parameters:
             self._local.add(parameter)
             self._specs.append(GradientSpec(name=name, count=parameter.numel()))
@@ -231,7 +248,7 @@ class MomentumSync:
             self._session.synchroniser.run(self._step, momenta)
             return
         # A single rank sends nothing. Add what the ranks of an earlier run have not sent.
-        saved = self._loaded.take()
+        saved = self._loaded.take_of(momenta)
         if saved:
             for name, momentum in momenta.items():
                 spec = GradientSpec(name=name, count=momentum.numel())

@@ -35,6 +35,8 @@ _LARGEST_GRADIENT = 2.0**63
 _HISTORY = "variance_history"
 # True in the state of a parameter whose variance is frozen.
 _FROZEN = "is_frozen"
+# Key of its momentum, divided by the root of the variance.
+_MOMENTUM = "scaled_momentum"
 
 # Name of a parameter, the parameter, and its group.
 _Entry = tuple[str, Tensor, dict[str, Any]]
@@ -72,12 +74,13 @@ class OneBitAdam(torch.optim.Optimizer):
     - Elements whose gradient was always zero in the warm-up have no variance, and they stay as they
       are afterwards, except for weight decay. A one-bit momentum is never zero and would move them.
     - The learning rate may follow any schedule. End its own warm-up before the variance is frozen.
-    - In the state of a parameter, `exp_avg_sq` is the unbiased variance after the warm-up, and
-      `exp_avg` is the momentum divided by its root.
+    - In the state of a parameter after the warm-up, `exp_avg_sq` is the unbiased variance, and
+      `scaled_momentum`, in the place of `exp_avg`, is the momentum divided by its root.
 
     A checkpoint needs `state_dict`, equal on all ranks, and `sync.state_dict` of each rank, which
     has what it has not sent yet. The state of a `torch.optim.AdamW` can be loaded, too: it goes on
-    with the warm-up. After a PeerError, the momentum is undefined: continue from a checkpoint. Call
+    with the warm-up. AdamW can go on from a state of the warm-up; with a later one its step raises
+    KeyError. After a PeerError, the momentum is undefined: continue from a checkpoint. Call
     `sync.close()` after the training.
 
     Args:
@@ -146,9 +149,10 @@ class OneBitAdam(torch.optim.Optimizer):
             closure: Computes the loss and the gradients, and returns the loss.
 
         Raises:
-            ConfigError: If a gradient is sparse.
+            ConfigError: If a gradient is sparse, or `sync` synchronises another optimizer.
             PeerError: If a rank is lost or late after the warm-up.
         """
+        self.sync.require_owner(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -190,7 +194,7 @@ class OneBitAdam(torch.optim.Optimizer):
         history = state_dict.get(_HISTORY, {"steps": max(steps, default=0), "norms": []})
         self._steps = history["steps"]
         self._rule.restore(history["norms"])
-        self.sync.take_over(self._frozen_parameters())
+        self.sync.take_over(self._frozen_parameters(), self)
 
     def _entries(self) -> Iterator[_Entry]:
         """Yield all parameters with names that are equal on all ranks."""
@@ -275,7 +279,7 @@ class OneBitAdam(torch.optim.Optimizer):
         momenta = {}
         for name, parameter, group in entries:
             state, beta1 = self.state[parameter], group["betas"][0]
-            momentum = state["exp_avg"]
+            momentum = state[_MOMENTUM]
             # Bits below those of a 16-bit dtype would be lost outside of any residual.
             values = momentum if momentum.element_size() >= 4 else momentum.to(torch.float32)
             values.mul_(beta1)
@@ -286,7 +290,7 @@ class OneBitAdam(torch.optim.Optimizer):
         self.sync.average(momenta)
         for name, parameter, group in entries:
             state, beta1 = self.state[parameter], group["betas"][0]
-            momentum = state["exp_avg"]
+            momentum = state[_MOMENTUM]
             values = momenta[name].view(momentum.shape)
             # Elements without a variance stay: a one-bit momentum is never zero.
             values.masked_fill_(state["exp_avg_sq"].isinf(), 0.0)
@@ -318,9 +322,10 @@ class OneBitAdam(torch.optim.Optimizer):
                 variance.div_(1 - group["betas"][1] ** float(state["step"]))
                 # Nothing is known about these elements. An infinite variance stops them.
                 variance.masked_fill_(variance == 0, math.inf)
-                state["exp_avg"].div_(_root(state, group))
+                # Under another name: AdamW must not take it for a momentum.
+                state[_MOMENTUM] = state.pop("exp_avg").div_(_root(state, group))
                 state[_FROZEN] = True
-        self.sync.take_over(self._frozen_parameters())
+        self.sync.take_over(self._frozen_parameters(), self)
         if not self.sync.has_hook:
             warnings.warn(
                 "OneBitAdam has ended its warm-up, and gradients are still averaged without "

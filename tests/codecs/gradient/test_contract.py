@@ -105,6 +105,15 @@ class RoundsAlone(Rounding):
         payload.view(torch.float32).copy_((values * scale).bfloat16().float())
 
 
+class HasPositionsOf16Bits(Rounding):
+    def expand(
+        self, payload: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        values = payload.view(torch.float32) * scale
+        values[1 << 16 :] = 0
+        out.copy_(out + values if accumulate else values)
+
+
 class NeedsGpu(Rounding):
     def compress(self, values: Tensor, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("values must be on a GPU")
@@ -121,6 +130,7 @@ class NeedsGpu(Rounding):
         (NeverAdds, "add scale times the values"),
         (IgnoresScale, "add scale times the values"),
         (SendsHalf, "a payload and a residual that lack 50% of an element"),
+        (HasPositionsOf16Bits, "lack .*% of an element of 70000"),
         (IsLost, "by the same ones for the same payload"),
     ],
 )

@@ -164,11 +164,12 @@ def suffer(
                             "kill": kill_this_process,
                             "cut": functools.partial(wait_for_cut, context.tmp),
                             "raise": run_out_of_memory,
+                            "exit": functools.partial(sys.exit, "the codec ends it"),
                             "lie": functools.partial(send_nonsense, opened.mailbox),
                         }[fault]
                 try:
                     opened.sync.run(step, {k: torch.ones(n) for k, n in COUNTS.items()})
-                except (PeerError, MemoryError) as raised:
+                except (PeerError, MemoryError, SystemExit) as raised:
                     error = f"{type(raised).__name__}: {raised}"
                     break
             seconds = time.monotonic() - begin
@@ -259,6 +260,7 @@ def test_without_a_watch_survivors_name_a_stopped_rank_among_the_late_ones(
     [
         ("ps", "none", "raise", "gloo"),
         ("ring", "none", "lie", "gloo"),
+        ("ring", "none", "exit", "gloo"),
         pytest.param("ps", "none", "raise", "zmq", marks=exhaustive),
         pytest.param("ring", "replay", "raise", "gloo", marks=exhaustive),
         pytest.param("ps", "always", "lie", "gloo", marks=exhaustive),
@@ -269,7 +271,11 @@ def test_all_ranks_learn_why_one_of_them_ended_the_work(
     pool: RankPool, topology: str, mode: str, fault: str, transport: str
 ) -> None:
     outcomes = pool.run(suffer, RANKS, topology, mode, 1, fault, False, transport, timeout=100)
-    reason = {"raise": "no bytes are left", "lie": "rank 1 sent a malformed message"}[fault]
+    reason = {
+        "raise": "no bytes are left",
+        "exit": "the codec ends it",
+        "lie": "rank 1 sent a malformed message",
+    }[fault]
     for rank, (error, seconds, threads) in enumerate(outcomes):
         assert reason in error
         assert rank == 1 or "rank 1" in error

@@ -97,7 +97,8 @@ class Run:
         for name, parameter in self.model.named_parameters():
             values[name] = parameter.detach().clone().reshape(-1)
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                values[f"{name} {key}"] = torch.as_tensor(value).clone().reshape(-1)
+                label = "exp_avg" if key == "scaled_momentum" else key
+                values[f"{name} {label}"] = torch.as_tensor(value).clone().reshape(-1)
         return values
 
     def residuals(self) -> dict[Any, Tensor]:
@@ -651,6 +652,58 @@ def test_no_momentum_is_lost_when_the_number_of_ranks_changes(
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
     for _, _, _, messages in after:
         assert bool(messages) == (world_size > 1)
+
+
+def test_a_single_rank_keeps_what_was_not_sent_until_it_has_the_gradient(pool: RankPool) -> None:
+    saved = [one[2] for one in pool.run(train_before, 2)]
+    unsent = {}
+    for name in ("parameter 2", "parameter 3"):
+        everything = MomentumSync()
+        everything.load_state_dicts(saved)
+        unsent[name] = torch.zeros(SIZES[NAMES[name]])
+        everything.average({name: unsent[name]})
+        assert unsent[name].any()
+    sync = MomentumSync()
+    sync.load_state_dicts(saved)
+    first, second, late = (torch.zeros(SIZES[NAMES["parameter 2"]]) for _ in range(3))
+    sync.average({"parameter 2": first})
+    sync.average({"parameter 2": second})
+    assert torch.equal(first, unsent["parameter 2"])
+    assert not second.any()
+    # A checkpoint that is saved now has the rest, and no more.
+    resumed = MomentumSync()
+    resumed.load_state_dicts([copy.deepcopy(sync.state_dict())])
+    last = torch.zeros(SIZES[NAMES["parameter 3"]])
+    resumed.average({"parameter 2": late, "parameter 3": last})
+    assert not late.any()
+    assert torch.equal(last, unsent["parameter 3"])
+    resumed.average({"parameter 3": last.zero_()})
+    assert not last.any()
+    assert "loaded" not in resumed.state_dict()
+
+
+def test_adamw_does_not_go_on_from_a_state_after_the_warm_up(pool: RankPool) -> None:
+    model = Quadratic()
+    adamw = torch.optim.AdamW(model.groups(), LR, BETAS)
+    adamw.load_state_dict(pool.run(train_before, 2)[0][1])
+    model(0, 4).backward()
+    with pytest.raises(KeyError, match="exp_avg"):
+        adamw.step()
+
+
+def test_a_second_optimizer_cannot_use_the_synchronisation_of_another() -> None:
+    models = Quadratic(), Quadratic()
+    first, second = (OneBitAdam(model.groups(), LR, BETAS) for model in models)
+    second.sync = first.sync
+    models[1](0, 0).backward()
+    second.step()
+    first.sync.take_over([("parameter 0", models[0].bias)], first)
+    with pytest.raises(ConfigError, match="sync must be used by one OneBitAdam"):
+        second.step()
+    models[0](0, 0).backward()
+    first.step()
+    first.sync.release()
+    second.step()
 
 
 def test_the_state_of_adamw_continues_in_the_warm_up() -> None:
