@@ -24,7 +24,7 @@ from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.paramserver.plan.keys import Key
 
 # Version of this protocol; servers and workers of different versions refuse each other.
-VERSION = 1
+VERSION = 2
 # Largest frame of a message in bytes.
 FRAME_BYTES = 256 << 20
 TOKEN_BYTES = 16
@@ -58,6 +58,8 @@ SNAPSHOT = "snapshot"
 # The payload of `LEAVE` lists index and number of each key, as msgpack.
 LEAVE = "leave"
 STATUS = "status"
+# Sent over a second connection, see `listener_name`: the server answers with `NOTICE` there.
+LISTEN = "listen"
 
 # Answers of servers. Those to `CONTENT`, `STATE`, `VERSIONS` and `STATUS` have the kind of their
 # request.
@@ -75,6 +77,9 @@ WAITING = "waiting"
 BEHIND = "behind"
 # Not asked for: `KeyVersion` of each key after a snapshot.
 DURABLE = "durable"
+# The pushes of all workers to a key have come, see `MergeNotice`. It goes over the connection of
+# `LISTEN`, since the value itself may wait behind others for long.
+NOTICE = "notice"
 # Answer to `PING`; the payload is `ServerWelcome.boot`.
 ALIVE = "alive"
 # The worker was shut out, or a later process has taken its place.
@@ -108,6 +113,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 def worker_name(worker: int, incarnation: int) -> str:
     """Return the name of a worker's connection. Servers refuse its requests under other names."""
     return f"worker {worker}/{incarnation}"
+
+
+def listener_name(worker: int, incarnation: int) -> str:
+    """Return the name of the connection over which a worker gets notices."""
+    return f"worker {worker}/{incarnation} listens"
 
 
 class Hello(Request, frozen=True, kw_only=True, array_like=True):
@@ -146,6 +156,13 @@ class Push(KeyRequest, frozen=True, kw_only=True, array_like=True):
     is_held: bool
     clip_value: float
     base: Count = 0
+
+
+class MergeNotice(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Notice that the pushes of all workers to a key, up to a number, have come."""
+
+    key: Count
+    number: Count
 
 
 class ContentRequest(KeyRequest, frozen=True, kw_only=True, array_like=True):

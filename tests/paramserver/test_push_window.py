@@ -94,3 +94,58 @@ def test_pushes_without_an_answer_of_all_workers_do_not_wait() -> None:
         window.sent(key, KEY, tracker(), 1.0, is_awaited=False)
     window.collect()
     assert not window.is_full(1.0)
+
+
+def slow_window(delay: float, notices: int = 60) -> tuple[PushWindow, float]:
+    """Return a window after keys whose values came so many seconds after their notices, and the
+    time."""
+    window, now = near_window(), 10.0
+    for key in range(notices):
+        window.sent(key, KEY, tracker(), now, is_awaited=True)
+        window.collect()
+        now += 0.2
+        window.merged(key, now)
+        window.answered(key, now + delay)
+    return window, now + delay
+
+
+def test_fewer_keys_are_ahead_while_values_come_long_after_notices() -> None:
+    window, now = slow_window(0.3)
+    assert filled(window, now, 100) == 101
+    window.merged(100, now + 0.1)
+    assert not window.is_full(now + 0.1)
+    # Its value is no further answer.
+    window.answered(100, now + 0.4)
+    assert filled(window, now + 0.4, 101) == 102
+    window, now = slow_window(0.01)
+    assert filled(window, now, 100) == 104
+
+
+def test_more_keys_are_ahead_if_notices_come_faster() -> None:
+    window, now = near_window(), 10.0
+    for key in range(400):
+        window.sent(key, KEY, tracker(), now, is_awaited=True)
+        window.collect()
+        now += 0.02
+        window.merged(key, now)
+        if key >= 20:
+            window.answered(key - 20, now)
+    assert filled(window, now, 500) == 503
+
+
+def test_a_lost_connection_for_notices_is_forgotten() -> None:
+    window, now = slow_window(0.3)
+    for key in range(100, 120):
+        window.sent(key, KEY, tracker(), now, is_awaited=True)
+        window.collect()
+        now += 0.2
+        window.answered(key, now)
+    assert filled(window, now, 200) == 204
+
+
+def test_a_notice_of_no_push_is_ignored() -> None:
+    window = near_window()
+    window.merged(7, 10.0)
+    window.sent(7, KEY, tracker(), 20.0, is_awaited=True)
+    window.answered(7, 20.1)
+    assert window._delay == 0.0

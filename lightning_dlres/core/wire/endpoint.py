@@ -65,21 +65,31 @@ class ConnectionEvent:
 
 
 class Endpoint:
-    """A socket in a ZeroMQ context of its own, with deadlines, interrupts and connection events.
+    """A socket of ZeroMQ with deadlines, interrupts and connection events.
 
     Args:
         kind: Type of the socket.
         send_timeout: Seconds that a send waits while the queue to the peer is full.
         copies: True if received payloads are copied; False: they are views of ZeroMQ's memory.
+        beside: Endpoint whose ZeroMQ context this one shares, and whose `receive` also returns None
+            when a message comes here; the same thread must use both. None: a context of its own.
     """
 
     # Monitor event that announces a connection: for a server when TCP has connected, so that its
     # limits hold before the handshake; for a client only when messages can pass.
     _opened_event: zmq.Event
 
-    def __init__(self, kind: zmq.SocketType, send_timeout: float, copies: bool = True) -> None:
-        self._copies = copies
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    def __init__(
+        self,
+        kind: zmq.SocketType,
+        send_timeout: float,
+        copies: bool = True,
+        beside: Endpoint | None = None,
+    ) -> None:
+        self._copies, self._owns_context = copies, beside is None
+        self._context: zmq.Context[zmq.Socket[bytes]] = (
+            zmq.Context() if beside is None else beside._context
+        )
         self._socket = self._new_socket(kind)
         self._socket.setsockopt(zmq.SNDTIMEO, round(send_timeout * 1000))
         self._send_timeout = send_timeout
@@ -93,6 +103,8 @@ class Endpoint:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+        if beside is not None:
+            beside._poller.register(self._socket, zmq.POLLIN)
 
     def _new_socket(self, kind: zmq.SocketType) -> zmq.Socket[bytes]:
         """Return a socket with the options that all endpoints need."""
@@ -162,11 +174,14 @@ class Endpoint:
 
     def close(self) -> None:
         """Close all sockets at once; unsent messages are lost. A second call does nothing."""
-        if self._context.closed:
+        if self._socket.closed:
             return
         if self._monitor is not None:
             self._socket.disable_monitor()
-        self._context.destroy(linger=0)
+        if self._owns_context:
+            self._context.destroy(linger=0)
+        else:
+            self._socket.close(linger=0)
         self._wake_reader.close()
         self._wake_writer.close()
 
@@ -296,7 +311,7 @@ class Client(Endpoint):
         max_frame_bytes: Largest frame of a message from the server, in bytes; None: no limit.
         send_timeout: Seconds that a send waits while the queue to the server is full.
         monitor: Report connections in `connection_events`.
-        copies: See `Endpoint`.
+        copies, beside: See `Endpoint`.
 
     Raises:
         ConfigError: If `identity` has a wrong length, if ZeroMQ cannot connect to `address`, if
@@ -317,6 +332,7 @@ class Client(Endpoint):
         send_timeout: float = 30.0,
         monitor: bool = False,
         copies: bool = True,
+        beside: Client | None = None,
     ) -> None:
         if (curve is None) != (server_key is None):
             raise ConfigError(
@@ -326,7 +342,7 @@ class Client(Endpoint):
             check_key("server_key", server_key)
         if not 0 < len(identity.encode()) < 256:
             raise ConfigError(got_expected("identity", identity, "1 to 255 bytes", '"rank 1"'))
-        super().__init__(zmq.DEALER, send_timeout, copies)
+        super().__init__(zmq.DEALER, send_timeout, copies, beside)
         self._peer_label, self._server_address = f"{server} ({address})", address
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.MAXMSGSIZE, -1 if max_frame_bytes is None else max_frame_bytes)

@@ -42,7 +42,7 @@ class SocketLimits:
         frame_bytes: Largest frame of a message, in bytes; a larger one closes its connection.
         unread_bytes: Bytes that the server may have received from a connection, but not yet read as
             whole messages.
-        connections: Number of clients at one time.
+        connections: Number of connections at one time.
         queued: Largest number of messages in the queue from each client, and in the queue to it.
     """
 
@@ -55,7 +55,7 @@ class SocketLimits:
         for name, value in vars(self).items():
             whole_number(name, value, f"{name}=1000")
 
-    def for_clients(self, count: int, name: str) -> SocketLimits:
+    def for_clients(self, count: int, name: str, *, connections_each: int = 1) -> SocketLimits:
         """Return these limits, if a server of this process can hold so many clients at one time.
 
         Otherwise it would close the connections of some, which would wait for their timeout.
@@ -63,20 +63,22 @@ class SocketLimits:
         Args:
             count: Number of clients.
             name: Name of the number in the error, such as "workers".
+            connections_each: Number of connections of each client.
 
         Raises:
             ConfigError: If it cannot.
         """
-        limit = connection_limit(self.connections)
-        if count <= limit:
+        limit, needed = connection_limit(self.connections), count * connections_each
+        if needed <= limit:
             return self
-        fix = f"Use at most {self.connections}"
-        if count <= self.connections:
+        fix = f"Use at most {self.connections // connections_each}"
+        if needed <= self.connections:
             fix = (
-                f"Run `ulimit -n {needed_files(count)}` on the server's host before the process "
+                f"Run `ulimit -n {needed_files(needed)}` on the server's host before the process "
                 "starts: it may open too few files"
             )
-        raise ConfigError(f"{name} must be at most {limit} for this server, got {count}. {fix}.")
+        most = limit // connections_each
+        raise ConfigError(f"{name} must be at most {most} for this server, got {count}. {fix}.")
 
 
 class Server(Endpoint):

@@ -25,6 +25,7 @@ from lightning_dlres.core.wire.message import Message
 from lightning_dlres.core.wire.server import Server, SocketLimits
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.consistency import Answer
+from lightning_dlres.paramserver.execute.server.merge_notices import MergeNoticeSender
 from lightning_dlres.paramserver.execute.server.shard import MAX_WORKERS, Shard
 from lightning_dlres.paramserver.execute.server.snapshot_schedule import SnapshotSchedule
 from lightning_dlres.paramserver.execute.server.snapshots import SnapshotFiles
@@ -33,10 +34,15 @@ from lightning_dlres.paramserver.execute.server.values import ValueQueue
 
 # Longest wait for a message in seconds.
 _IDLE_SECONDS = 0.25
+# Connections of a worker: the second one is for notices.
+_CONNECTIONS = 2
 # Limits of the server's socket. `queued` bounds the messages that wait in each direction, for each
 # worker.
 _LIMITS = SocketLimits(
-    frame_bytes=protocol.FRAME_BYTES, unread_bytes=256 << 20, connections=MAX_WORKERS, queued=64
+    frame_bytes=protocol.FRAME_BYTES,
+    unread_bytes=256 << 20,
+    connections=_CONNECTIONS * MAX_WORKERS,
+    queued=64,
 )
 # Seconds between two looks for silent workers.
 _LOOK_SECONDS = 0.25
@@ -95,7 +101,7 @@ class ParameterServer:
             try:
                 files, shard = SnapshotFiles.open(snapshot, port, self._started)
                 if shard is not None:
-                    _LIMITS.for_clients(shard.setup.workers, "workers of the snapshot's job")
+                    _require_room(shard.setup.workers, "workers of the snapshot's job")
             except ConfigError:
                 self._server.close()
                 raise
@@ -114,6 +120,7 @@ class ParameterServer:
             protocol.PING: self._ping,
             protocol.SNAPSHOT: self._snapshot,
             protocol.LEAVE: self._leave,
+            protocol.LISTEN: self._listen,
         }
         self._closing = threading.Event()
         self._thread = start_service(self._run, "dlres-ps")
@@ -249,7 +256,7 @@ class ParameterServer:
             setup = message.decode(protocol.JobSetup)
             if setup.job != job:
                 raise ProtocolError(f"{message.peer} described another job than its own.")
-            _LIMITS.for_clients(setup.workers, "workers")
+            _require_room(setup.workers, "workers")
             shard = Shard(setup, is_persistent=self._snapshots.is_on, now=now)
         except Exception as error:  # Nothing has changed yet, whatever a description contains.
             self._server.refusals.note(error)
@@ -262,6 +269,7 @@ class ParameterServer:
     def _use(self, shard: Shard | None) -> None:
         self._shard = shard
         self._values = None if shard is None else ValueQueue(self._server, shard)
+        self._notices = None if shard is None else MergeNoticeSender(self._server, shard.members)
 
     def _end_job(self) -> None:
         """Forget the job, and remove its snapshot: a restarted server would resume the job."""
@@ -307,7 +315,10 @@ class ParameterServer:
         if admitted is not None:
             shard, push = admitted
             shard.members.by_index[push.worker].pushed_bytes += len(message.payload)
-            self._reply(push.key, shard.push(push, memoryview(message.payload)))
+            answers = shard.push(push, memoryview(message.payload))
+            assert self._notices is not None
+            self._notices.tell(push.key, answers)
+            self._reply(push.key, answers)
 
     def _pull(self, message: Message) -> None:
         admitted = self._admitted(message, protocol.KeyRequest)
@@ -374,6 +385,12 @@ class ParameterServer:
             # The worker keeps its log, which a restarted server would need. It asks again.
             self._snapshots.is_wanted = True
 
+    def _listen(self, message: Message) -> None:
+        request = message.decode_details(protocol.Request)
+        if self._shard is not None and request.job == self._shard.setup.job:
+            assert self._notices is not None
+            self._notices.listen(request, message)
+
     def _reply(self, key: int, answers: Iterable[Answer]) -> None:
         """Send answers about a key."""
         shard, values = self._shard, self._values
@@ -426,3 +443,8 @@ class ParameterServer:
             self._server.send(
                 shard.members.by_index[worker].peer, protocol.DURABLE, payload, sequence=0
             )
+
+
+def _require_room(workers: int, name: str) -> None:
+    """Check that this process can hold the connections of so many workers."""
+    _LIMITS.for_clients(workers, name, connections_each=_CONNECTIONS)

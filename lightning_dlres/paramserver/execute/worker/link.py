@@ -24,6 +24,7 @@ from lightning_dlres.core.wire.message import Buffer, Message
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.sending_waits import SendingWait
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
+from lightning_dlres.paramserver.execute.worker.merge_listener import MergeListener
 from lightning_dlres.paramserver.execute.worker.pending_request import PendingRequest, backoff
 from lightning_dlres.paramserver.execute.worker.push_log import NOT_COMMITTED, LogEntry
 from lightning_dlres.paramserver.execute.worker.push_window import PushWindow
@@ -87,6 +88,9 @@ class ServerLink:
             max_frame_bytes=protocol.FRAME_BYTES,
             copies=False,
         )
+        self._listener = MergeListener(
+            address, f"server {index}", exchange, self._client, curve=curve, server_key=server_key
+        )
         self._keys = [one for one in exchange.keys if one.key.server == index]
         # Heap of (order, key, number) of the pushes to be sent. The order is that in which backward
         # has made them. All workers have the same order, so keys are merged one after the other,
@@ -144,6 +148,7 @@ class ServerLink:
         self._closing = True
         self._client.interrupt()
         self._thread.join()
+        self._listener.close()
         self._client.close()
 
     def _run(self) -> None:
@@ -173,6 +178,7 @@ class ServerLink:
         message = self._client.receive(idle)
         with self._exchange.lock:
             now = time.monotonic()
+            self._hear(now)
             if message is not None:
                 self.last_heard = now
                 self._handle(message, now)
@@ -189,6 +195,13 @@ class ServerLink:
         if is_silent and (self.pings or self._requests):
             self._connected = now
             self._client.reconnect()
+            self._listener.reconnect()
+
+    def _hear(self, now: float) -> None:
+        """Let pushes go on whose predecessors were merged."""
+        for notice in self._listener.heard():
+            if notice.number >= self._own(notice.key).number:
+                self._window.merged(notice.key, now)
 
     def _may_send(self) -> bool:
         """Return True if a message can be sent at once.
@@ -270,6 +283,7 @@ class ServerLink:
     def _send_ping(self) -> None:
         if self.pings and self._may_send():
             self._send_details(protocol.PING, self._exchange.request())
+            self._listener.listen()
 
     def _send_details(self, kind: str, details: msgspec.Struct, payload: bytes = b"") -> None:
         self._client.send(kind, payload, details=msgspec.msgpack.encode(details))

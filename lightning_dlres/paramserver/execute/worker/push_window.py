@@ -5,6 +5,10 @@ last worker. If one worker has sent all its keys early, the values of the last o
 when the link carries no pushes any more. So a worker sends a few keys ahead of the answers, and
 then waits for them. It does not wait for a worker that still computes: without an answer for twice
 the longest interval of late, it sends the rest.
+
+Values wait for the link that the server sends them over. On a slow one they come long after the
+pushes that they answer. The server's notices of merged keys come earlier, and a worker that counts
+these as answers sends fewer keys ahead.
 """
 
 from __future__ import annotations
@@ -19,10 +23,15 @@ _IN_FLIGHT_BYTES = 2 << 20
 # Bytes of pushes without an answer; further ones for each second of a round trip, as many as a link
 # of 4 Gbit/s carries.
 _UNANSWERED_BYTES, _BYTES_PER_SECOND = 4 << 20, 500e6
+# The same while values come this many seconds after their notices: fewer bytes, and further ones
+# for the pushes of so many seconds at the rate of late.
+_LEAST_DELAY, _UNMERGED_BYTES, _UNMERGED_SECONDS = 0.05, 512 << 10, 0.04
 # Bounds of the wait for an answer in seconds, and its length in longest intervals of two answers.
 _LEAST_WAIT, _LONGEST_WAIT, _INTERVALS = 0.02, 0.25, 2
 # Part of the longest interval that is kept with each answer, so that an old one is forgotten.
 _KEPT = 0.95
+# Part of the bytes, seconds and delays of earlier answers that is kept with each answer.
+_RECENT = 0.9
 
 
 class PushWindow:
@@ -40,6 +49,12 @@ class PushWindow:
         # By key: bytes of pushes without an answer.
         self._unanswered: dict[int, int] = {}
         self._unanswered_bytes = 0
+        # By key: clock at the notice, until the value comes.
+        self._noticed: dict[int, float] = {}
+        # Seconds from notices to values of late; 0 without notices.
+        self._delay = 0.0
+        # Bytes of answered pushes, and the time that they took; older ones count less.
+        self._recent_bytes = self._recent_seconds = 0.0
         # Clock at the last answer, or at the first push after all were answered.
         self._last = 0.0
         self._interval = _LONGEST_WAIT / _INTERVALS
@@ -72,8 +87,21 @@ class PushWindow:
 
     def answered(self, key: int, now: float) -> None:
         """Note that a key's value has arrived, or that it was merged."""
+        delay = now - self._noticed.pop(key, now)
+        self._delay = _RECENT * self._delay + (1 - _RECENT) * delay
+        self._take_answer(key, now)
+
+    def merged(self, key: int, now: float) -> None:
+        """Note that a notice has come: the key's latest pushes of all workers are merged."""
+        if key in self._unanswered:
+            self._noticed[key] = now
+        self._take_answer(key, now)
+
+    def _take_answer(self, key: int, now: float) -> None:
         nbytes = self._unanswered.pop(key, 0)
         if nbytes:
+            self._recent_bytes = _RECENT * self._recent_bytes + nbytes
+            self._recent_seconds = _RECENT * self._recent_seconds + now - self._last
             self._unanswered_bytes -= nbytes
             # Answers come in bursts, so a mean would be too short.
             self._interval = max(_KEPT * self._interval, min(now - self._last, _LONGEST_WAIT))
@@ -86,6 +114,9 @@ class PushWindow:
     def wait(self, now: float) -> float:
         """Return the seconds for which pushes wait for an answer; 0 if they do not."""
         room = _UNANSWERED_BYTES + self._round_trip * _BYTES_PER_SECOND
+        if self._delay >= _LEAST_DELAY:
+            rate = self._recent_bytes / max(self._recent_seconds, 1e-9)
+            room = min(room, _UNMERGED_BYTES + (self._round_trip + _UNMERGED_SECONDS) * rate)
         if self._unanswered_bytes < room:
             return 0.0
         longest = min(max(_INTERVALS * self._interval, _LEAST_WAIT), _LONGEST_WAIT)
