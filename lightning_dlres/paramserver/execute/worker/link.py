@@ -178,10 +178,10 @@ class ServerLink:
         message = self._client.receive(idle)
         with self._exchange.lock:
             now = time.monotonic()
-            self._hear(now)
             if message is not None:
                 self.last_heard = now
                 self._handle(message, now)
+            self._hear(now)
             self._reconnect_if_silent(now)
             if now >= self._next_query:
                 self._next_query = now + self._retry_seconds / 4
