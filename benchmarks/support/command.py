@@ -15,6 +15,9 @@ from benchmarks.support.testbed import HostError, UnavailableError, reason_unava
 Figures = tuple[dict[str, Check], dict[str, Any]]
 
 
+_TCP = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+
+
 class FairnessError(RuntimeError):
     """The contenders did not do the same work, so their times cannot be compared."""
 
@@ -64,5 +67,6 @@ def conclude_on_testbed(name: str, measure: Callable[[], Figures]) -> int:
     except (UnavailableError, HostError, FairnessError) as error:
         print(f"could not measure: {error}", file=sys.stderr)
         return 1
-    conclude(name, checks, raw)
+    # Hosts have the kernel's default, and links are shared as it says.
+    conclude(name, checks, {**raw, "tcp": _TCP.read_text().strip() if _TCP.exists() else ""})
     return 0

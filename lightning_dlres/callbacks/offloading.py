@@ -320,7 +320,8 @@ def require_supported(strategy: Strategy, name: str) -> None:
         raise ConfigError(
             f"the strategy must keep the whole model on its device for {name} (a single device, or "
             f"DDP), got {type(strategy).__name__}. Use the strategy's own options for activations "
-            "(FSDP: cpu_offload and activation_checkpointing_policy)."
+            "(FSDP: cpu_offload and activation_checkpointing_policy; HeteroPipeStrategy: "
+            "memory_limit and recompute)."
         )
     device = strategy.root_device
     if device.type not in ("cpu", "cuda"):

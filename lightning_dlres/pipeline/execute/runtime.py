@@ -32,6 +32,7 @@ from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.pipeline.execute.buffers import BufferSync
 from lightning_dlres.pipeline.execute.gradients import GradientSync
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.stage.layer_errors import noting_micro_batch
 from lightning_dlres.pipeline.stage.microbatch import (
     cut,
     join_if_alike,
@@ -152,7 +153,10 @@ class Runtime:
                 activation = parts[microbatch]
             else:
                 activation = self.receive(Channel.ACTIVATION, -1, microbatch, "the activations")
-            with self.computing("forward", microbatch):
+            with (
+                self.computing("forward", microbatch),
+                noting_micro_batch(sizes[microbatch], sum(sizes)),
+            ):
                 activation = self.stage.forward(microbatch, activation, seed, for_backward=False)
             if self.is_last:
                 outputs.append(activation)

@@ -21,7 +21,10 @@ from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Action, Op, Schedule
 from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer, Gradients, storage_id
-from lightning_dlres.pipeline.stage.layer_errors import explaining_single_samples
+from lightning_dlres.pipeline.stage.layer_errors import (
+    explaining_single_samples,
+    noting_micro_batch,
+)
 from lightning_dlres.pipeline.stage.microbatch import cut, join_if_alike, share
 from lightning_dlres.pipeline.stage.stage import inplace_safe_aliases
 
@@ -190,7 +193,11 @@ class TrainingStep:
         self.inputs[m] = self.runtime.receive(Channel.ACTIVATION, -1, m, "the activations")
 
     def forward(self, m: int) -> None:
-        with self.runtime.computing("forward", m), self.explaining_single_samples(m):
+        with (
+            self.runtime.computing("forward", m),
+            self.explaining_single_samples(m),
+            noting_micro_batch(self.sizes[m], sum(self.sizes)),
+        ):
             self.outputs[m] = self.stage.forward(m, self.inputs[m], self.seed)
         if not self.runtime.is_first:
             del self.inputs[m]

@@ -1,4 +1,4 @@
-"""Errors of layers: lack of memory, and a micro-batch of one sample where several are needed."""
+"""Errors of layers: lack of memory, and micro-batches that are too small or no samples at all."""
 
 from __future__ import annotations
 
@@ -44,3 +44,24 @@ def explaining_single_samples(is_single: bool, cut: str = "") -> Iterator[None]:
             "(drop_last=True in the DataLoader for a small last batch), or "
             "HeteroPipeStrategy(microbatches=...) with fewer micro-batches."
         ) from error
+
+
+@contextmanager
+def noting_micro_batch(rows: int, batch_rows: int) -> Iterator[None]:
+    """Context manager that adds a note to a layer's error on a part of a batch.
+
+    Args:
+        rows: Rows of the micro-batch.
+        batch_rows: Rows of the batch; with as many there is no note.
+    """
+    try:
+        yield
+    except Exception as error:
+        # Errors take notes since Python 3.11.
+        is_explained = isinstance(error, UnsupportedStepError) or is_lack_of_memory(error)
+        if rows < batch_rows and not is_explained and hasattr(error, "add_note"):
+            error.add_note(
+                f"Raised on a micro-batch, {rows} of {batch_rows} rows of the batch. If rows are "
+                "no samples, such as the nodes of graphs, use HeteroPipeStrategy(microbatches=1)."
+            )
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -135,6 +136,36 @@ class WithSingleSamples(Faultless):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         samples = 3 if batch_idx == 1 else None
         return F.cross_entropy(self.net(batch[0][:samples]), batch[1][:samples])
+
+
+class ReadsOtherRows(nn.Module):
+    """Layer whose rows are nodes of a graph: it reads those of the whole batch."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        is_whole = len(input) == 8
+        if torch.is_grad_enabled() == self.fails_in_training and not is_whole:
+            raise IndexError("no row 7")
+        return input
+
+    fails_in_training = True
+
+
+class TrainsOnGraphs(Faultless):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = ReadsOtherRows()
+
+
+class ValidatesOnGraphs(TrainsOnGraphs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].fails_in_training = False
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Samples(False, 8), batch_size=8)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
 
 
 class CutSingleSamples(Faultless):
@@ -437,6 +468,17 @@ def test_an_error_in_a_step_is_raised_on_all_ranks(
 ) -> None:
     plan = PipelinePlan(replicas=((0, 1),), split=(3, 5))
     assert_raised_on_all_ranks(failed_outcomes(pool, model, data, plan=plan), error, expected)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take notes since Python 3.11")
+@pytest.mark.parametrize("model", [TrainsOnGraphs, ValidatesOnGraphs])
+def test_an_error_of_a_layer_says_that_it_got_a_part_of_the_batch(
+    pool: RankPool, model: type[LightningModule]
+) -> None:
+    plan = PipelinePlan(replicas=((0, 1),), split=(3, 5))
+    outcomes = failed_outcomes(pool, model, Samples, plan=plan)
+    assert_raised_on_all_ranks(outcomes, IndexError, "no row 7")
+    assert "4 of 8 rows of the batch. If rows are no samples" in outcomes[0].traceback
 
 
 def test_the_timeout_error_names_the_stage_and_the_micro_batch(pool: RankPool) -> None:
