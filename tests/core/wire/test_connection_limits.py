@@ -47,3 +47,12 @@ def test_too_many_ranks_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch
     tokens = {name.encode(): rank for rank, name in enumerate(names[1:])}
     with pytest.raises(ConfigError, match=r"other ranks must be at most 384 .*, got 385"):
         RankSockets(tokens, bind="127.0.0.1", keys=None, allowed=())
+
+
+def test_a_client_may_have_several_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow_files(monkeypatch, 1025)
+    LIMITS.for_clients(192, "workers", connections_each=2)
+    with pytest.raises(ConfigError, match=r"at most 192 .*, got 193.*`ulimit -n 1028`"):
+        LIMITS.for_clients(193, "workers", connections_each=2)
+    with pytest.raises(ConfigError, match=r"got 501\. Use at most 500"):
+        LIMITS.for_clients(501, "workers", connections_each=2)

@@ -84,9 +84,9 @@ def test_servers_of_other_hosts_need_keys(pool: RankPool, tmp_path: Path) -> Non
 
 
 def fit_with_few_connections(context: RankContext, *args: Any, **arguments: Any) -> None:
-    """Fit with a server that can hold the connection of one rank only."""
+    """Fit with a server that can hold the two connections of one rank only."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connections, "_LEAST_CONNECTIONS", 1)
+        patch.setattr(connections, "_LEAST_CONNECTIONS", 2)
         patch.setattr(resource, "getrlimit", lambda kind: (1, 1))
         fit(context, *args, **arguments)
 
