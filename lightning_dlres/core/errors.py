@@ -78,3 +78,9 @@ def got_expected(argument: str, got: object, expected: str, fix: str) -> str:
         fix: Valid value, as the words after "Use".
     """
     return f"{argument} must be {expected}, got {got!r}. Use {fix}."
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to an error, which its traceback shows; Python 3.10 has none."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)

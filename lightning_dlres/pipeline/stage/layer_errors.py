@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.core.errors import UnsupportedStepError, add_note
 
 # Part of the message of the RuntimeError that torch raises when the CPU has no memory left; torch
 # has no exception class for it.
@@ -57,11 +57,11 @@ def noting_micro_batch(rows: int, batch_rows: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Errors take notes since Python 3.11.
         is_explained = isinstance(error, UnsupportedStepError) or is_lack_of_memory(error)
-        if rows < batch_rows and not is_explained and hasattr(error, "add_note"):
-            error.add_note(
+        if rows < batch_rows and not is_explained:
+            add_note(
+                error,
                 f"Raised on a micro-batch, {rows} of {batch_rows} rows of the batch. If rows are "
-                "no samples, such as the nodes of graphs, use HeteroPipeStrategy(microbatches=1)."
+                "no samples, such as the nodes of graphs, use HeteroPipeStrategy(microbatches=1).",
             )
         raise

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lightning_dlres.core.checks import one_of, whole_number
-from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.errors import ConfigError, add_note
 from lightning_dlres.core.rng import seed_all_devices
 from lightning_dlres.prefetch.cache.samples import Sample, Samples
 from lightning_dlres.prefetch.loading.items import decode_item
@@ -112,9 +112,7 @@ def _decode(sample: Sample, decode: Decode) -> Any:
     try:
         return decode(sample)
     except Exception as error:
-        # Errors take notes since Python 3.11.
-        if hasattr(error, "add_note"):
-            error.add_note(f"Raised while decoding {sample!r}.")
+        add_note(error, f"Raised while decoding {sample!r}.")
         raise
 
 

@@ -91,8 +91,7 @@ class ParameterServer:
         )
         self.address = self._server.address
         self._boot, self._started = secrets.randbits(62), time.monotonic()
-        self._shard: Shard | None = None
-        self._values: ValueQueue | None = None
+        self._use(None)
         self._next_look = 0.0
         self._status_answer = StatusAnswer(self.status)
         files: SnapshotFiles | None = None
