@@ -42,7 +42,7 @@ lint: $(VENV)/.installed-dev ## run ruff (rules and format) and mypy
 		echo "$$check"; $(BIN)/python -m $$check || status=1; \
 	done; exit $$status
 
-bench: $(if $(NAME),$(VENV)/.installed-test) $(if $(filter prefetch,$(NAME)),$(VENV)/.installed-peers) $(if $(filter capture captured_speed,$(NAME)),$(VENV)/.installed-models) ## make bench NAME=...: run one benchmark; without NAME: list them
+bench: $(if $(NAME),$(VENV)/.installed-test) $(if $(filter prefetch,$(NAME)),$(VENV)/.installed-peers) $(if $(filter capture,$(NAME)),$(VENV)/.installed-models) $(if $(filter captured_speed,$(NAME)),$(VENV)/.installed-transformers) ## make bench NAME=...: run one benchmark; without NAME: list them
 ifeq ($(NAME),)
 	@echo "make bench NAME=..., where NAME is one of:"
 	@found=; for file in benchmarks/*.py; do \
@@ -85,8 +85,14 @@ $(VENV)/.installed-peers: benchmarks/peers.txt | $(BIN)/python
 	@$(VENV)/peers/bin/python -m pip install -q --disable-pip-version-check -r benchmarks/peers.txt
 	@touch $@
 
+# transformers alone: it imports a torchvision that is installed, and not each build of torchvision imports beside each of torch.
+$(VENV)/.installed-transformers: benchmarks/transformers.txt $(VENV)/.installed-test
+	@echo "Installing transformers into $(VENV) (once) ..."
+	@$(PIP) -r benchmarks/transformers.txt
+	@touch $@
+
 # Libraries of models. torchvision needs the pinned torch, so they are installed with the pins.
-$(VENV)/.installed-models: benchmarks/models.txt $(VENV)/.installed-test
+$(VENV)/.installed-models: benchmarks/models.txt benchmarks/transformers.txt $(VENV)/.installed-test
 	@echo "Installing libraries of models into $(VENV) (once) ..."
 	@$(PIP) -r benchmarks/models.txt
 	@touch $@
