@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -65,8 +66,8 @@ class LayerSettings:
 
     def snapshot(self) -> SettingsSnapshot:
         """Return all settings now."""
-        attributes = [module.attributes() for module in self._modules]
-        buffers = [module.buffers() for module in self._modules]
+        attributes = [dict(vars(module.module)) for module in self._modules]
+        buffers = [dict(module.current_buffers()) for module in self._modules]
         return SettingsSnapshot(self.trainable(), attributes, buffers)
 
     def restore(self, before: SettingsSnapshot) -> str | None:
@@ -75,6 +76,12 @@ class LayerSettings:
         None if nothing has changed.
         """
         error = self.restore_trainable(before.trainable)
+        # Steps hardly ever change a layer, and every step looks at all modules. So the common case
+        # takes as few operations as possible.
+        namespaces = [vars(module.module) for module in self._modules]
+        buffers = [module.current_buffers() for module in self._modules]
+        if _hold_same(namespaces, before.attributes) and _hold_same(buffers, before.buffers):
+            return error
         for module, *old in zip(self._modules, before.attributes, before.buffers, strict=True):
             for name in sorted(module.restore(*old)):
                 error = error or _change_error(f"{name!r} of the layer {module.path!r}")
@@ -114,30 +121,21 @@ class _ModuleSettings:
     module: nn.Module
     watches_tensors: bool
 
-    def attributes(self) -> dict[str, Any]:
-        """Return all attributes now, also those that are no settings."""
-        return dict(vars(self.module))
-
-    def buffers(self) -> dict[str, Tensor | None]:
-        """Return the buffers that are settings now."""
-        return dict(registered_buffers(self.module)[0]) if self.watches_tensors else {}
+    def current_buffers(self) -> Mapping[str, Tensor | None]:
+        """Return the buffers that are settings. Later changes show in the result."""
+        return registered_buffers(self.module)[0] if self.watches_tensors else {}
 
     def restore(
         self, attributes: dict[str, Any], buffers: dict[str, Tensor | None]
     ) -> Collection[str]:
         """Put changed settings back, and return their names."""
-        buffers_now = self.buffers()
-        # Steps hardly ever change a layer, and every step looks at all modules. So the common case
-        # takes as few operations as possible.
-        if _hold_same(vars(self.module), attributes) and _hold_same(buffers_now, buffers):
-            return ()
-        changed = self._changed_names(attributes, self.attributes()) - TORCH_ATTRIBUTES
+        changed = self._changed_names(attributes, vars(self.module)) - TORCH_ATTRIBUTES
         for name in changed:
             if name in attributes:
                 vars(self.module)[name] = attributes[name]
             else:
                 del vars(self.module)[name]
-        changed_buffers = self._changed_names(buffers, buffers_now)
+        changed_buffers = self._changed_names(buffers, self.current_buffers())
         for name in changed_buffers:
             setattr(self.module, name, buffers.get(name))
         return changed | changed_buffers
@@ -161,9 +159,16 @@ class _ModuleSettings:
         return _is_plain(value) or (self.watches_tensors and isinstance(value, Tensor))
 
 
-def _hold_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return whether two mappings hold the same objects under the same names, in the same order."""
-    return are_identical(a, b) and are_identical(a.values(), b.values())
+def _hold_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether two lists of mappings hold the same objects under the same names.
+
+    The order of the names counts, too.
+    """
+    if list(map(len, a)) != list(map(len, b)):
+        return False
+    names = ([*chain.from_iterable(mappings)] for mappings in (a, b))
+    values = ([*chain.from_iterable(m.values() for m in mappings)] for mappings in (a, b))
+    return are_identical(*names) and are_identical(*values)
 
 
 def _is_plain(value: Any) -> bool:
