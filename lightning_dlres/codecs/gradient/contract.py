@@ -16,6 +16,11 @@ _FILLS = (float("nan"), 0.0, 1.0)
 _TOLERANCE = 1e-5
 # Part of the largest element that may be lost by rounding, as to 8 bits.
 _MOST_LOST = 0.05
+# Compressions of one gradient whose errors must cancel out in an unbiased codec.
+_DRAWS = 64
+# Largest square of the mean error, over the mean square of the errors. An unbiased codec has about
+# 1 / _DRAWS, one that makes the same error each time has 1.
+_MOST_BIAS = 0.5
 
 
 def require_contract(codec: GradientCodec) -> None:
@@ -33,6 +38,7 @@ def require_contract(codec: GradientCodec) -> None:
     with forked(torch.device("cpu")):
         try:
             broken = next(filter(None, (_broken_rule(codec.at_step(0), n) for n in _COUNTS)), "")
+            broken = broken or _bias(codec)
         except Exception:
             # It raises again in its first step, where the error says what it is about.
             return
@@ -75,3 +81,31 @@ def _broken_rule(codec: GradientCodec, count: int) -> str:
     if not torch.allclose(total, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
         return "add scale times the values to `out` in expand with accumulate=True, got other sums"
     return ""
+
+
+def _bias(codec: GradientCodec) -> str:
+    """Return the rule that a biased codec with `is_unbiased` breaks; "" if there is none.
+
+    Such a codec keeps no residual, so what it does not send would be lost in each step.
+    """
+    if not codec.is_unbiased or codec.transforms_gradient:
+        return ""
+    count = _COUNTS[0]
+    values = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    errors = torch.empty(_DRAWS, count, dtype=torch.float64)
+    for step in range(_DRAWS):
+        draw = codec.at_step(step)
+        payload = torch.zeros(draw.payload_bytes(count), dtype=torch.uint8)
+        draw.compress(
+            values.clone(), draw.new_state(count, values.device), payload, scale=1.0, seed=step
+        )
+        decoded = torch.empty(count)
+        draw.expand(payload, decoded, scale=1.0, accumulate=False)
+        errors[step] = decoded - values
+    mean = errors.mean(0)
+    lost = float(mean.abs().max() / values.abs().max())
+    mean_square = float(errors.square().sum(1).mean())
+    if lost <= _MOST_LOST or float(mean.square().sum()) <= _MOST_BIAS * mean_square:
+        return ""
+    rule = "decode to the gradient on average, as it has is_unbiased = True"
+    return f"{rule}, got an error of {lost:.0%} of an element in the mean of {_DRAWS} compressions"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_dlres import GradientSyncState, register_codec
 from lightning_dlres.codecs import base as registry
-from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec, State
+from lightning_dlres.codecs.gradient import QSGD, RESIDUAL, GradientCodec, State, TernGrad
 from lightning_dlres.codecs.gradient.contract import require_contract
 from lightning_dlres.core.errors import ConfigError
 
@@ -88,10 +88,49 @@ class IsLost(SendsHalf):
         super().compress(values * torch.nan, *args, **kwargs)
 
 
-class SendsHalfOfTwice(SendsHalf):
-    """A user's codec that may send more in some steps, and less in others."""
+class ClaimsToBeUnbiased(SendsHalf):
+    is_unbiased = True
+
+
+class SendsTwiceOrNothing(SendsHalf):
+    """An unbiased codec."""
 
     is_unbiased = True
+
+    def compress(
+        self, values: Tensor, state: State, payload: Tensor, *, scale: float = 1.0, seed: int = 0
+    ) -> None:
+        is_sent = torch.rand((), generator=torch.Generator().manual_seed(seed)) < 0.5
+        super().compress(values, state, payload, scale=4 * scale * is_sent)
+
+
+class SendsSomeElementsInTurn(SendsHalf):
+    """An unbiased codec without random numbers: step k sends the elements k, k + 100, ..."""
+
+    is_unbiased = True
+    step = 0
+
+    def at_step(self, step: int) -> GradientCodec:
+        codec = type(self)()
+        codec.step = step
+        return codec
+
+    def compress(
+        self, values: Tensor, state: State, payload: Tensor, *, scale: float = 1.0, seed: int = 0
+    ) -> None:
+        is_sent = torch.arange(len(values)) % 100 == self.step % 100
+        payload.view(torch.float32).copy_(values * is_sent * scale * 100)
+
+
+class RoundsAloneWithoutResidual(SendsHalf):
+    """A codec whose errors are small, though always the same."""
+
+    is_unbiased = True
+
+    def compress(
+        self, values: Tensor, state: State, payload: Tensor, *, scale: float = 1.0, seed: int = 0
+    ) -> None:
+        payload.view(torch.float32).copy_((values * scale).bfloat16().float())
 
 
 class Accumulates(SendsHalf):
@@ -131,6 +170,7 @@ class NeedsGpu(Rounding):
         (IgnoresScale, "add scale times the values"),
         (SendsHalf, "a payload and a residual that lack 50% of an element"),
         (HasPositionsOf16Bits, "lack .*% of an element of 70000"),
+        (ClaimsToBeUnbiased, "on average, .*, got an error of 50% of an element in the mean of 64"),
         (IsLost, "by the same ones for the same payload"),
     ],
 )
@@ -139,11 +179,29 @@ def test_a_codec_that_breaks_a_rule_is_refused(kind: type[Rounding], rule: str) 
         require_contract(kind())
 
 
-@pytest.mark.parametrize("kind", [Rounding, NeedsGpu, SendsHalfOfTwice, Accumulates, RoundsAlone])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Rounding,
+        NeedsGpu,
+        SendsTwiceOrNothing,
+        SendsSomeElementsInTurn,
+        RoundsAloneWithoutResidual,
+        Accumulates,
+        RoundsAlone,
+    ],
+)
 def test_other_codecs_are_taken_and_no_random_number_is_used(kind: type[Rounding]) -> None:
     before = torch.get_rng_state()
     require_contract(kind())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", [QSGD, TernGrad])
+def test_a_subclass_of_an_unbiased_codec_is_taken(kind: type[GradientCodec]) -> None:
+    assert kind.is_unbiased
+    # A subclass from outside of the package is tried, the package's own codecs are not.
+    require_contract(type("Own", (kind,), {"__module__": __name__})())
 
 
 def test_a_state_of_a_codec_that_breaks_a_rule_cannot_be_made(
