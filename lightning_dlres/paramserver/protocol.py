@@ -24,7 +24,7 @@ from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.paramserver.plan.keys import Key
 
 # Version of this protocol; servers and workers of different versions refuse each other.
-VERSION = 2
+VERSION = 3
 # Largest frame of a message in bytes.
 FRAME_BYTES = 256 << 20
 TOKEN_BYTES = 16
@@ -148,6 +148,7 @@ class Push(KeyRequest, frozen=True, kw_only=True, array_like=True):
         is_held: True if the update waits for a `Commit`.
         clip_value: Bound of the merged gradient's elements; 0 for none.
         base: Number from which the worker's process has begun. It does not send earlier pushes.
+        codec_step: Step of the codec, see `GradientCodec.at_step`: earlier jobs count, too.
     """
 
     options: bytes
@@ -156,6 +157,7 @@ class Push(KeyRequest, frozen=True, kw_only=True, array_like=True):
     is_held: bool
     clip_value: float
     base: Count = 0
+    codec_step: Count = 0
 
 
 class MergeNotice(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -11,13 +11,12 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -29,6 +28,7 @@ from lightning_dlres.core.units import format_bytes
 from lightning_dlres.paramserver.execute.server.consistency import BSP
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
+from lightning_dlres.paramserver.execute.worker.push_codecs import SavedPushes
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
 from lightning_dlres.paramserver.report.server_report import ServerReport
 from lightning_dlres.paramserver.setup.config import EMBEDDED, ParameterServerConfig
@@ -51,13 +51,15 @@ from lightning_dlres.strategies.parameter_server.server_hosting import (
     HostedServers,
     host_servers,
 )
+from lightning_dlres.strategies.parameter_server.trainer_checks import (
+    gradients_are_seen,
+    refuse_callbacks,
+)
 
+# Key, in a Lightning checkpoint, of what the codecs of all ranks keep between pushes.
+CHECKPOINT_KEY = "dlres_parameter_server_pushes"
 # Longest wait for the servers' answers to the farewell of a rank that has failed, in seconds.
 _LEAVE_SECONDS_AFTER_FAILURE = 1.0
-# Hooks of modules and callbacks that see gradients, or the optimizer, between backward and the
-# update.
-_MODULE_HOOKS = ("backward", "configure_gradient_clipping", "optimizer_step")
-_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
 class ParameterServerStrategy(ConnectedDDPStrategy):
@@ -68,7 +70,7 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
     the parameters of a layer come back while gradients of others are still on their way.
 
     Checkpoints are ordinary ones, with the state of the servers' optimizer; any Trainer can resume
-    from them without this package.
+    from them without this package. With a codec they also hold the residuals of all ranks.
 
     Args:
         consistency: "bsp": each step waits for the gradients of all ranks, and updates with their
@@ -171,6 +173,11 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         self._updates: RemoteUpdates | None = None
         self._keys: ModelKeys | None = None
         self._clipping = Clipping()
+        # What the codecs of all ranks kept in the run of a checkpoint, until the next session goes
+        # on with it.
+        self._loaded_pushes: list[SavedPushes] | None = None
+        # What this rank's codecs kept at the end of the last session, for a later checkpoint.
+        self._kept_pushes: SavedPushes | None = None
         # On rank 0, from the start of the first training on.
         self._report: ServerReport | None = None
         # True while Lightning runs a backward whose gradients are accumulated only.
@@ -197,6 +204,8 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         with announcing_failures(lambda: self._connection):
             super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._kept_pushes = None
 
     @override
     def configure_ddp(self) -> None:
@@ -229,7 +238,7 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         self._end_session()
         connection, options = self._connection, self._options
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
-        _refuse_callbacks(self._module.trainer, self._module)
+        refuse_callbacks(self._module.trainer, self._module)
         codec = options.made_codec()
         if codec is not None and not codec.suits_adam:
             fix = "an optimizer such as SGD"
@@ -246,6 +255,9 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         # that of rank 0, which could then not learn that the server refuses the job.
         gather_bytes(b"", self._wait_seconds, connection.check)
         self._session = self._session or WorkerSession(job, parameters, connection.check)
+        loaded, self._loaded_pushes = self._loaded_pushes, None
+        if loaded is not None:
+            self._session.load_pushes(loaded)
         self._session.join()
         trainer = self._module.trainer
         self._clipping = Clipping()
@@ -293,7 +305,7 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             self._options.overlap
             and self._module.automatic_optimization
             and not clips_itself
-            and not _gradients_are_seen(trainer, self._module)
+            and not gradients_are_seen(trainer, self._module)
             # A plugin of the user's own may change gradients in its `optimizer_step`.
             and type(self.precision_plugin).__module__.startswith("lightning.")
         )
@@ -325,6 +337,34 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             return inner.state_dict()
         finally:
             inner.state.clear()
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        # A checkpoint of weights alone has no optimizer states, and needs no residuals.
+        if self._options.codec is not None and "optimizer_states" in checkpoint:
+            pushes = self._all_pushes()
+            if pushes is not None:
+                checkpoint[CHECKPOINT_KEY] = pushes
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _all_pushes(self) -> list[SavedPushes] | None:
+        """Return what the codecs of all ranks keep, on rank 0; None if there is nothing."""
+        own = self._kept_pushes if self._session is None else self._session.saved_pushes()
+        if own is None:
+            # No step has used those of the loaded checkpoint.
+            return self._loaded_pushes
+        gathered = self._gathered({"pushes": own}, "residuals")
+        return None if gathered is None else [one["pushes"] for one in gathered]
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        pushes = checkpoint.pop(CHECKPOINT_KEY, None)
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._loaded_pushes = pushes
+        return checkpoint
 
     @override
     def on_train_end(self) -> None:
@@ -368,6 +408,7 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         if updates is not None:
             updates.close()
         if session is not None:
+            self._kept_pushes = session.saved_pushes()
             # After a failure, servers of another process or rank may have ended, too.
             session.leave(None if connection is not None else _LEAVE_SECONDS_AFTER_FAILURE)
         if connection is not None:
@@ -393,38 +434,3 @@ def _broadcast_from_rank_0(tensor: Tensor) -> None:
     data = tensor.contiguous().clone()
     dist.broadcast(data, 0)
     tensor.copy_(data)
-
-
-def _refuse_callbacks(trainer: Trainer, module: nn.Module) -> None:
-    """Raise at the start if a callback would fail late.
-
-    Raises:
-        ConfigError: If a callback adds parameters to an optimizer, or trains on with weights that
-            it has put there.
-    """
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    has_batch_norm = any(isinstance(m, kinds) for m in module.modules())
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        name = type(callback).__name__
-        if isinstance(callback, BaseFinetuning):
-            raise ConfigError(
-                "callbacks must not add parameters to the optimizer with a parameter server, got "
-                f"{name}. Give the optimizer all parameters, and change their requires_grad."
-            )
-        if isinstance(callback, StochasticWeightAveraging) and has_batch_norm:
-            raise ConfigError(
-                f"{name} must not be used with BatchNorm and a parameter server: its last epoch "
-                "would lose the averaged weights. Use WeightAveraging."
-            )
-
-
-def _gradients_are_seen(trainer: Trainer, module: nn.Module) -> bool:
-    """Return True if code may see or change gradients between backward and the update."""
-    return any(
-        is_overridden(hook, module, parent=LightningModule)
-        for hook in (*_MODULE_HOOKS, *_GRADIENT_HOOKS)
-    ) or any(
-        is_overridden(hook, callback, parent=Callback)
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        for hook in _GRADIENT_HOOKS
-    )

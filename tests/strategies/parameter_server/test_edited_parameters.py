@@ -19,7 +19,7 @@ from lightning_dlres.paramserver.execute.worker.edited_parameters import (
     EditedParameters,
     bit_sum,
 )
-from lightning_dlres.strategies.parameter_server.strategy import _refuse_callbacks
+from lightning_dlres.strategies.parameter_server.trainer_checks import refuse_callbacks
 from tests.strategies.parameter_server.test_training import Regression, distance, fit
 from tests.support.rank_pool import RankContext, RankFailure, RankPool
 
@@ -103,11 +103,11 @@ def fit_and_average(context: RankContext) -> tuple[Any, Any]:
 def test_callbacks_that_would_fail_late_are_refused() -> None:
     trainer: Any = SimpleNamespace(callbacks=[BackboneFinetuning()])
     with pytest.raises(ConfigError, match="must not add parameters"):
-        _refuse_callbacks(trainer, nn.Linear(1, 1))
+        refuse_callbacks(trainer, nn.Linear(1, 1))
     trainer = SimpleNamespace(callbacks=[AverageWeights()])
-    _refuse_callbacks(trainer, nn.Linear(1, 1))
+    refuse_callbacks(trainer, nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="with BatchNorm"):
-        _refuse_callbacks(trainer, nn.Sequential(nn.BatchNorm1d(1)))
+        refuse_callbacks(trainer, nn.Sequential(nn.BatchNorm1d(1)))
 
 
 @given(

@@ -148,7 +148,7 @@ class Synchronous:
         return [index for index, one in enumerate(self._members.by_index) if one.is_active]
 
     def _merge(self, state: KeyState, codec: GradientCodec | None) -> None:
-        """Merge the pushes whose turn it is. All have the codec of the job."""
+        """Merge the pushes whose turn it is. All have the codec of the job, at the same step."""
         while state.merged in state.pending:
             data = state.pending.pop(state.merged)
             if data is not None:

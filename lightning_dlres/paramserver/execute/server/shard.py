@@ -155,6 +155,8 @@ class Shard:
         """
         state = self._started(push.key)
         codec = self._codecs[push.key]
+        if codec is not None:
+            codec = codec.at_step(push.codec_step)
         if push.has_gradient:
             expected = state.key.nbytes if codec is None else codec.payload_bytes(state.key.count)
             if len(data) != expected or push.codec != (codec.name if codec else ""):

@@ -18,8 +18,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightning_dlres.codecs.gradient.base import GradientCodec, State
-from lightning_dlres.core.arrays import byte_array
 from lightning_dlres.core.errors import ConfigError, PeerTimeoutError, ProtocolError
 from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.core.wire.message import Message
@@ -31,9 +29,9 @@ from lightning_dlres.paramserver.execute.worker.joining import Joining
 from lightning_dlres.paramserver.execute.worker.link import ServerLink
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters, part_of
 from lightning_dlres.paramserver.execute.worker.pending_request import PendingRequest
+from lightning_dlres.paramserver.execute.worker.push_codecs import PushCodecs, SavedPushes
 from lightning_dlres.paramserver.execute.worker.push_log import PushLog
 from lightning_dlres.paramserver.execute.worker.waits import ServerWaits
-from lightning_dlres.paramserver.gradient_codecs import codec_of
 from lightning_dlres.paramserver.plan.keys import Key
 
 # Details of a push in the log, in bytes, beyond its payload.
@@ -89,8 +87,7 @@ class WorkerSession:
             bases=[0] * len(job.keys),
             is_synchronous=job.consistency == BSP,
         )
-        self._codecs = [codec_of(key, job.codec) for key in job.keys]
-        self._residuals: dict[int, State] = {}
+        self._codecs = PushCodecs(job)
         # For each key, the number of each worker's last push; empty before `end_pushes`.
         self._last_numbers: list[tuple[int, ...]] = []
         self._links: list[ServerLink] = []
@@ -158,8 +155,10 @@ class WorkerSession:
         Raises:
             PeerError: If the exchange has failed, or the log stays full.
         """
-        one, codec = self.exchange.keys[key], self._codecs[key]
+        one = self.exchange.keys[key]
         number = one.number + 1
+        codec_step = self._codecs.step(key, number)
+        codec = self._codecs.codec(key, codec_step)
         push = protocol.Push(
             job=self.exchange.job,
             worker=self.exchange.worker,
@@ -172,6 +171,7 @@ class WorkerSession:
             is_held=is_held,
             clip_value=clip_value,
             base=self.exchange.bases[key],
+            codec_step=codec_step,
         )
         nbytes = 0
         if gradient is not None:
@@ -185,7 +185,8 @@ class WorkerSession:
                 self._wait_for_room(deadline)
                 entry = self.exchange.log.append(key, number, details, nbytes)
             if gradient is not None:
-                self._fill(key, gradient, entry.array, codec, number)
+                values = part_of(gradient.detach(), one.key)
+                self._codecs.write(key, values, entry.array, codec_step)
             self.exchange.log.seal(entry)
             one.number = number
             self.exchange.expect(key, number, is_queued=True)
@@ -236,6 +237,14 @@ class WorkerSession:
     def numbers(self) -> list[int]:
         """Return the number of the latest push of each key."""
         return [one.number for one in self.exchange.keys]
+
+    def saved_pushes(self) -> SavedPushes:
+        """Return what this worker's codecs keep between pushes; see `PushCodecs.save`."""
+        return self._codecs.save(self.numbers())
+
+    def load_pushes(self, saved: Sequence[SavedPushes]) -> None:
+        """Go on with the codecs' states of an earlier job; see `PushCodecs.load`."""
+        self._codecs.load(saved)
 
     def end_pushes(self, numbers: Sequence[Sequence[int]]) -> None:
         """Let the values and states that are asked for from now on have the last pushes of all
@@ -341,26 +350,6 @@ class WorkerSession:
                 yield next_answer()
         while pending:
             yield next_answer()
-
-    def _fill(
-        self,
-        key: int,
-        gradient: Tensor,
-        payload: Any,
-        codec: GradientCodec | None,
-        number: int,
-    ) -> None:
-        """Write a gradient's payload into the log."""
-        values = part_of(gradient.detach(), self.exchange.keys[key].key)
-        if codec is None:
-            payload[:] = byte_array(values)
-            return
-        state = self._residuals.get(key)
-        if state is None:
-            state = self._residuals[key] = codec.new_state(values.numel(), values.device)
-        # Keys, steps and workers have different seeds.
-        seed = (number * self._job.workers + self._job.worker) * len(self._job.keys) + key
-        codec.at_step(number - 1).compress(values, state, torch.from_numpy(payload), seed=seed)
 
     def _wait_for_room(self, deadline: float) -> None:
         """Let the servers make snapshots, and wait for room in the log; the lock is held."""
