@@ -10,8 +10,8 @@ import time
 import uuid
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -224,24 +224,20 @@ def _write(dataset: Any, directory: Path) -> None:
     if (directory / MANIFEST).exists():
         _require_same(dataset, directory)
         return
-    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _naming_store(directory):
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     rank_zero_info(f"Putting {len(dataset)} samples into {directory}")
     # Another host may write the same store. Each host writes to a directory with a unique name and
     # renames it at the end. The first rename wins.
     unfinished_store = directory.with_name(f"{prefix}{uuid.uuid4().hex[:8]}")
     lock_holder = ExitStack()
     try:
-        try:
+        with _naming_store(directory):
             _hold(
                 unfinished_store.with_name(unfinished_store.name + LOCK),
                 lock_holder,
                 locked_if_possible,
             )
-        except OSError as error:
-            raise ConfigError(
-                f"store must be in a directory that can be written to, got {directory}: "
-                f"{error.strerror}. Pass another store."
-            ) from error
         table = put(dataset, unfinished_store, encode=encode_item, encoding=ENCODING)
         if (changed := _differing(dataset, table)) is not None:
             rank_zero_warn(
@@ -262,6 +258,18 @@ def _write(dataset: Any, directory: Path) -> None:
     finally:
         shutil.rmtree(unfinished_store, ignore_errors=True)
         lock_holder.close()
+
+
+@contextmanager
+def _naming_store(directory: Path) -> Iterator[None]:
+    """Context manager that turns an `OSError` into a `ConfigError` that names the store."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"store must be in a directory that can be written to, got {directory}: "
+            f"{error.strerror}. Pass another store."
+        ) from error
 
 
 def _require_same(dataset: Any, directory: Path) -> None:

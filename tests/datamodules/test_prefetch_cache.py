@@ -313,6 +313,13 @@ def test_a_store_of_another_data_set_of_the_same_length_is_refused(tmp_path: Pat
         )
 
 
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_store_that_is_a_file_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(dlres.ConfigError, match="store must be in a directory that can be written"):
+        trainer(tmp_path).fit(Model(), datamodule=data_module(store=tmp_path / name))
+
+
 class Overtaken(TensorDataset):
     """Data set during whose writing another process finishes a store of other samples."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dlres.core.errors import ConfigError, StorageError, got_expected
+from lightning_dlres.core.errors import ConfigError, StorageError, add_note, got_expected
 from lightning_dlres.prefetch.order.sequence import SampleIds
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.manifest import SampleTable
@@ -151,7 +151,11 @@ def _read_all(reader: Reader) -> Iterator[tuple[str, bytes]]:
 def _encode_all(source: Any, encode: Callable[[Any], bytes] | None) -> Iterator[tuple[str, bytes]]:
     width = len(str(max(len(source) - 1, 0)))
     for index in range(len(source)):
-        item = source[index]
+        try:
+            item = source[index]
+        except Exception as error:
+            add_note(error, f"Item {index} of the data set was read, to be written into a store.")
+            raise
         try:
             data = encode(item) if encode else item
         except ConfigError as error:

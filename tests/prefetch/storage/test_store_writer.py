@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -431,4 +432,12 @@ def test_items_that_cannot_be_written_are_errors_with_their_index(
     with pytest.raises(ConfigError, match=rf"Item 1 of the data set: .*{words}") as caught:
         put({0: 0, 1: (0, bad)}, tmp_path / "store", encode=encode_item)
     assert "rank" not in str(caught.value)
+    assert not list((tmp_path / "store").iterdir())
+
+
+def test_an_error_of_the_data_set_has_a_note_with_the_index(tmp_path: Path) -> None:
+    with pytest.raises(KeyError) as caught:
+        put({0: b"0", 2: b"2"}, tmp_path / "store")
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__[0].startswith("Item 1 of the data set was read")
     assert not list((tmp_path / "store").iterdir())
