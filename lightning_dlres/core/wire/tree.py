@@ -40,6 +40,8 @@ _CONVERT = (
 # number, torch.Size, dtype or device, and path. The other tags are "l" list, "u" tuple, "d" dict,
 # "n" named tuple, "c" data class, "m" other mapping, and "e" enum member.
 _LEAVES = ("t", "a", "g", "v", "i", "z", "s", "k", "p")
+# A value of a subclass arrives as a plain one.
+_PLAIN_VALUES = (str, bytes, int, float, complex)
 
 
 def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
@@ -119,6 +121,8 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
         if node.name not in type(node).__members__:
             raise _refused(type(node), f"{node!r} is not one of its members. Send its value.")
         return ["e", _class_name(type(node)), node.name]
+    if isinstance(node, _PLAIN_VALUES) and getattr(node, "__dict__", None):
+        raise _refused(kind, f"Its attributes {sorted(vars(node))} would not arrive. {_CONVERT}")
     if isinstance(node, str):
         return ["v", _utf8(node)]
     if isinstance(node, bool):

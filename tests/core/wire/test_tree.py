@@ -370,6 +370,20 @@ class Length(float):
     """A number of a user's class."""
 
 
+class Word(str):
+    """A text of a user's class."""
+
+
+@pytest.mark.parametrize(("kind", "base"), [(Word, str), (Length, float)])
+def test_a_value_of_a_subclass_is_refused_only_with_attributes(kind: Any, base: type) -> None:
+    value = kind("1.5")
+    (arrived,) = on_the_wire([value])
+    assert (type(arrived), arrived) == (base, base("1.5"))
+    value.unit = "m"
+    with pytest.raises(ConfigError, match=r"Its attributes \['unit'\] would not arrive"):
+        flatten([value])
+
+
 class Blob(bytes):
     """Bytes of a user's class."""
 
