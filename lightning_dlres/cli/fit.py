@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 import lightning_dlres  # noqa: F401 (registers the strategies)
 from lightning_dlres.core.errors import ConfigError
 
+# Arguments of the data module that may hold secrets, up to the end of the line in an error.
+_SECRETS = re.compile(r"(storage_options\W+).*")
+
+
+class _Parser(LightningArgumentParser):
+    """Parser whose errors leave out arguments that may hold secrets."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        super().error(_SECRETS.sub(r"\1...", message), ex)
+
 
 class _TrainerCLI(LightningCLI):
     """LightningCLI that raises a `ConfigError` of a constructor as it is.
 
-    jsonargparse puts its text into a long error of its own.
+    jsonargparse puts its text into a long error of its own, together with all arguments. Some of
+    them may be secrets.
     """
 
     @override
@@ -30,13 +43,25 @@ class _TrainerCLI(LightningCLI):
                 refusals.append(error)
                 raise
 
+        # Lightning makes model and data by instantiators of its own.
         self.parser.add_instantiator(instantiate, object, subclasses=True)
         try:
             super().instantiate_classes()
         except ValueError as error:
             if refusals and str(refusals[-1]) in str(error):
                 raise refusals[-1] from error
-            raise
+            refusal = _config_error_behind(error)
+            if refusal is None:
+                raise
+            raise refusal from error
+
+
+def _config_error_behind(error: BaseException) -> ConfigError | None:
+    """Return the `ConfigError` that has led to an error; None without one."""
+    behind = error.__cause__ or error.__context__
+    if behind is None or isinstance(behind, ConfigError):
+        return behind
+    return _config_error_behind(behind)
 
 
 def run_trainer(command: str, options: Sequence[str]) -> int:
@@ -44,6 +69,8 @@ def run_trainer(command: str, options: Sequence[str]) -> int:
     arguments = [command, *options]
     # LightningCLI warns if it gets arguments both here and on the process's command line.
     _TrainerCLI(
-        args=None if arguments == sys.argv[1:] else arguments, parser_kwargs={"prog": "dlres"}
+        args=None if arguments == sys.argv[1:] else arguments,
+        parser_kwargs={"prog": "dlres"},
+        parser_class=_Parser,
     )
     return 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +104,44 @@ def test_a_bad_value_of_a_constructor_is_one_line(capsys: pytest.CaptureFixture[
     bad = "--trainer.strategy.init_args.staleness=-1"
     assert main(["fit", "--config", str(config), bad]) == 2
     assert "\ndlres: staleness must be a whole number" in "\n" + capsys.readouterr().err
+
+
+def test_a_bad_value_of_a_data_module_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = data_config(tmp_path, {"timeout": "soon"})
+    assert main(["fit", "--config", str(config)]) == 2
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[-1].startswith("dlres: timeout must be a time in seconds")
+    assert "hunter2" not in printed
+
+
+@pytest.mark.parametrize("argument", [{"batch_size": "many"}, {"bach_size": 3}])
+def test_errors_of_the_parser_show_no_storage_options(
+    argument: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(data_config(tmp_path, argument))])
+    printed = capsys.readouterr().err
+    assert str(*argument) in printed
+    assert "hunter2" not in printed
+
+
+def data_config(directory: Path, arguments: dict[str, Any]) -> Path:
+    """Write a config file of `dlres fit` whose data module has these arguments and a secret."""
+    arguments = {"train": "s3://b/x", **arguments, "storage_options": {"secret": "hunter2"}}
+    document = {
+        "trainer": {"accelerator": "cpu", "logger": False},
+        "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
+        "data": {
+            "class_path": "lightning_dlres.PrefetchCacheDataModule",
+            "init_args": arguments,
+        },
+    }
+    path = directory / "config.yaml"
+    # JSON is YAML.
+    path.write_text(json.dumps(document))
+    return path
 
 
 def test_fit_trains_the_example(pool: RankPool, tmp_path: Path) -> None:
