@@ -6,11 +6,16 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from lightning_dlres import register_codec
+from lightning_dlres.codecs import base as registry
+from lightning_dlres.codecs.gradient import GradientCodec, State
 from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.consistency import Answer
@@ -242,3 +247,47 @@ def test_a_commit_of_another_number_changes_nothing() -> None:
     assert shard.states[0].parameter.item() == 0.0
     assert [answer.kind for _, answer in shard.commit(*commit_of(0, 1, 0.5))] == [protocol.VALUE]
     assert shard.states[0].parameter.item() == -1.0
+
+
+class GrowsByStep(GradientCodec):
+    """Codec whose payload means something else at each step."""
+
+    name = "grows by step"
+    is_unbiased = True
+    step = 0
+
+    def at_step(self, step: int) -> GradientCodec:
+        codec = type(self)()
+        codec.step = step
+        return codec
+
+    def payload_bytes(self, count: int) -> int:
+        return 4 * count
+
+    def compress(self, values: Tensor, state: State, payload: Tensor, **_: Any) -> None:
+        raise NotImplementedError
+
+    def expand(
+        self, payload: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        values = payload.view(torch.float32) * scale * (self.step + 1)
+        out.copy_(out + values if accumulate else values)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_each_payload_is_decoded_at_the_step_of_its_codec(
+    order: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process of a worker may be at another step of its codec than the others."""
+    monkeypatch.setattr(registry, "_codecs", dict(registry._codecs))
+    register_codec(GrowsByStep)
+    (key,) = small_keys([5000])
+    setup = msgspec.structs.replace(make_setup([key], 2), codec=GrowsByStep.name)
+    shard = started_shard(setup)
+    for worker in order:
+        push, data = push_of(key, worker, 1, 1.0)
+        shard.push(
+            msgspec.structs.replace(push, codec=GrowsByStep.name, codec_step=10 * worker), data
+        )
+    # The mean of 1 and 11, with a learning rate of 1.
+    assert (shard.states[0].parameter == -6.0).all()

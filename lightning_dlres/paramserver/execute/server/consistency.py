@@ -97,9 +97,9 @@ class Synchronous:
             state.deferred.add(push.worker)
             return []
         state.has_previous = False
-        state.pending[push.worker] = push.data
+        state.pending[push.worker] = (push.data, push.codec)
         self._pending_bytes += nbytes
-        self._merge(state, push.codec)
+        self._merge(state)
         if state.merged in state.deferred:
             state.deferred.discard(state.merged)
             return [Answer(state.merged, protocol.BEHIND, state.applied[state.merged])]
@@ -147,10 +147,10 @@ class Synchronous:
     def _active(self) -> list[int]:
         return [index for index, one in enumerate(self._members.by_index) if one.is_active]
 
-    def _merge(self, state: KeyState, codec: GradientCodec | None) -> None:
-        """Merge the pushes whose turn it is. All have the codec of the job, at the same step."""
+    def _merge(self, state: KeyState) -> None:
+        """Merge the pushes whose turn it is."""
         while state.merged in state.pending:
-            data = state.pending.pop(state.merged)
+            data, codec = state.pending.pop(state.merged)
             if data is not None:
                 self._pending_bytes -= len(data)
                 state.add(data, codec, is_first=not state.has_gradient)

@@ -60,7 +60,8 @@ class KeyState:
         applied: For each worker, the number of its latest push that the parameter contains.
         durable: The same for the copy of the parameter in the latest snapshot.
         updates: Number of updates.
-        pending: Payloads that cannot be merged yet, by worker; None for a push without gradient.
+        pending: Payloads that cannot be merged yet, with their codecs, by worker; None for a push
+            without gradient, and for a push without codec.
         deferred: Workers whose payloads were discarded, since too many wait.
         merged: Number of workers whose pushes are merged. Pushes are merged in the order of the
             workers, so it is also the index of the next one.
@@ -81,7 +82,7 @@ class KeyState:
     applied: list[int]
     durable: list[int]
     updates: int = 0
-    pending: dict[int, memoryview | None] = field(default_factory=dict)
+    pending: dict[int, tuple[memoryview | None, GradientCodec | None]] = field(default_factory=dict)
     deferred: set[int] = field(default_factory=set)
     merged: int = 0
     has_gradient: bool = False
