@@ -13,10 +13,8 @@ from torch import Tensor
 from lightning_dlres.core.errors import ConfigError
 
 
-def dense_bytes(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the elements as uint8[count * width] in memory order, and the strides of their layout.
-
-    The bytes are a view if the tensor fills its memory, else a contiguous copy.
+def require_dense(tensor: Tensor) -> None:
+    """Raise an error unless a tensor has an element for each of its positions.
 
     Raises:
         ConfigError: If the tensor is sparse or quantized.
@@ -26,6 +24,17 @@ def dense_bytes(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
             f"tensor must be strided and not quantized, got layout {tensor.layout}"
             f"{', quantized' if tensor.is_quantized else ''}. Use its to_dense() or dequantize()."
         )
+
+
+def dense_bytes(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the elements as uint8[count * width] in memory order, and the strides of their layout.
+
+    The bytes are a view if the tensor fills its memory, else a contiguous copy.
+
+    Raises:
+        ConfigError: If the tensor is sparse or quantized.
+    """
+    require_dense(tensor)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not fills_its_memory(tensor):
         tensor = tensor.contiguous()

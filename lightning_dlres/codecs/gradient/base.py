@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_dlres.codecs import base as registry
 from lightning_dlres.codecs.base import Codec, Encoded
+from lightning_dlres.codecs.layout import require_dense
 from lightning_dlres.codecs.raw import decode_target
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.kernels import zvc
@@ -132,8 +133,10 @@ class GradientCodec(Codec):
         """Encode a tensor without a residual; see `Codec.encode`.
 
         Raises:
-            ConfigError: If the tensor has no floating-point dtype, or `out` is too small.
+            ConfigError: If the tensor is sparse or has no floating-point dtype, or `out` is too
+                small.
         """
+        require_dense(tensor)
         if not tensor.dtype.is_floating_point:
             raise ConfigError(
                 f"tensor must have a floating-point dtype for codec {self.name!r}, got "

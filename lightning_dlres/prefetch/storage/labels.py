@@ -60,7 +60,7 @@ def class_names(table: SampleTable, source: str) -> tuple[str, ...]:
         name = class_of(table.key(sample_id))
         if name is None:
             raise ConfigError(
-                "With labels='folder' every sample must be in a folder of its class, got sample "
+                "With labels every sample must be in a folder of its class, got sample "
                 f"{table.key(sample_id)!r} of {source}. Move it into a folder, or leave it out "
                 "with extensions."
             )

@@ -312,6 +312,8 @@ def test_bad_payloads_and_tensors_are_refused() -> None:
         decode(short)
     with pytest.raises(ConfigError, match="tensor must have a floating-point dtype"):
         OneBit().encode(torch.arange(4))
+    with pytest.raises(ConfigError, match="tensor must be strided and not quantized"):
+        OneBit().encode(torch.eye(4).to_sparse())
     with pytest.raises(ConfigError, match="out must have at least 24 bytes, got 3"):
         OneBit().encode(torch.randn(100), torch.empty(3, dtype=torch.uint8))
 
