@@ -92,13 +92,13 @@ def _bias(codec: GradientCodec) -> str:
         return ""
     count = _COUNTS[0]
     values = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    # One state, as in training: a codec may keep what it has not sent under a name of its own.
+    state = codec.new_state(count, values.device)
     errors = torch.empty(_DRAWS, count, dtype=torch.float64)
     for step in range(_DRAWS):
         draw = codec.at_step(step)
         payload = torch.zeros(draw.payload_bytes(count), dtype=torch.uint8)
-        draw.compress(
-            values.clone(), draw.new_state(count, values.device), payload, scale=1.0, seed=step
-        )
+        draw.compress(values.clone(), state, payload, scale=1.0, seed=step)
         decoded = torch.empty(count)
         draw.expand(payload, decoded, scale=1.0, accumulate=False)
         errors[step] = decoded - values

@@ -122,6 +122,24 @@ class SendsSomeElementsInTurn(SendsHalf):
         payload.view(torch.float32).copy_(values * is_sent * scale * 100)
 
 
+class KeepsResidualUnderItsOwnName(SendsHalf):
+    """A codec that sends half of what it has, and keeps the rest."""
+
+    is_unbiased = True
+
+    def new_state(
+        self, count: int, device: torch.device, *, is_aggregator: bool = False
+    ) -> dict[str, Tensor]:
+        return {"rest": torch.zeros(count, device=device)}
+
+    def compress(
+        self, values: Tensor, state: State, payload: Tensor, *, scale: float = 1.0, seed: int = 0
+    ) -> None:
+        total = values * scale + state["rest"]
+        super().compress(total, state, payload)
+        state["rest"].copy_(total / 2)
+
+
 class RoundsAloneWithoutResidual(SendsHalf):
     """A codec whose errors are small, though always the same."""
 
@@ -187,6 +205,7 @@ def test_a_codec_that_breaks_a_rule_is_refused(kind: type[Rounding], rule: str) 
         SendsTwiceOrNothing,
         SendsSomeElementsInTurn,
         RoundsAloneWithoutResidual,
+        KeepsResidualUnderItsOwnName,
         Accumulates,
         RoundsAlone,
     ],
