@@ -43,14 +43,17 @@ class _TrainerCLI(LightningCLI):
                 refusals.append(error)
                 raise
 
-        # Lightning makes model and data by instantiators of its own.
+        # It sees no refusal of a model or data module: Lightning has instantiators for these. Such
+        # a refusal is the cause of jsonargparse's error. Other refusals need not be: jsonargparse
+        # makes one of several errors the cause.
         self.parser.add_instantiator(instantiate, object, subclasses=True)
         try:
             super().instantiate_classes()
         except ValueError as error:
             if refusals and str(refusals[-1]) in str(error):
-                raise refusals[-1] from error
-            refusal = _config_error_behind(error)
+                refusal: ConfigError | None = refusals[-1]
+            else:
+                refusal = _config_error_behind(error)
             if refusal is None:
                 raise
             raise refusal from error

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from lightning_dlres import register_codec
 from lightning_dlres.codecs import base as registry
-from lightning_dlres.codecs.gradient import GradientCodec, State
+from lightning_dlres.codecs.gradient import State
 from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.consistency import Answer
 from lightning_dlres.paramserver.execute.server.shard import Shard
 from tests.support.paramserver_shards import TOKEN, make_setup, push_of, small_keys, started_shard
+from tests.support.stepped_codec import SteppedCodec
 
 STEPS = 6
 seeds = st.integers(0, 1 << 32)
@@ -249,20 +250,10 @@ def test_a_commit_of_another_number_changes_nothing() -> None:
     assert shard.states[0].parameter.item() == -1.0
 
 
-class GrowsByStep(GradientCodec):
+class GrowsByStep(SteppedCodec):
     """Codec whose payload means something else at each step."""
 
     name = "grows by step"
-    is_unbiased = True
-    step = 0
-
-    def at_step(self, step: int) -> GradientCodec:
-        codec = type(self)()
-        codec.step = step
-        return codec
-
-    def payload_bytes(self, count: int) -> int:
-        return 4 * count
 
     def compress(self, values: Tensor, state: State, payload: Tensor, **_: Any) -> None:
         raise NotImplementedError

@@ -56,7 +56,7 @@ from lightning_dlres.strategies.parameter_server.trainer_checks import (
     refuse_callbacks,
 )
 
-# Key, in a Lightning checkpoint, of what the codecs of all ranks keep between pushes.
+# Key, in a Lightning checkpoint, of the states of all ranks' codecs.
 CHECKPOINT_KEY = "dlres_parameter_server_pushes"
 # Longest wait for the servers' answers to the farewell of a rank that has failed, in seconds.
 _LEAVE_SECONDS_AFTER_FAILURE = 1.0
@@ -173,10 +173,9 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         self._updates: RemoteUpdates | None = None
         self._keys: ModelKeys | None = None
         self._clipping = Clipping()
-        # What the codecs of all ranks kept in the run of a checkpoint, until the next session goes
-        # on with it.
+        # States of all ranks' codecs from a checkpoint, until the next session goes on with them.
         self._loaded_pushes: list[SavedPushes] | None = None
-        # What this rank's codecs kept at the end of the last session, for a later checkpoint.
+        # States of this rank's codecs at the end of the last session, for a later checkpoint.
         self._kept_pushes: SavedPushes | None = None
         # On rank 0, from the start of the first training on.
         self._report: ServerReport | None = None
@@ -350,7 +349,7 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _all_pushes(self) -> list[SavedPushes] | None:
-        """Return what the codecs of all ranks keep, on rank 0; None if there is nothing."""
+        """Return the states of all ranks' codecs on rank 0; None if there are none."""
         own = self._kept_pushes if self._session is None else self._session.saved_pushes()
         if own is None:
             # No step has used those of the loaded checkpoint.

@@ -13,6 +13,7 @@ from lightning_dlres.codecs import base as registry
 from lightning_dlres.codecs.gradient import QSGD, RESIDUAL, GradientCodec, State, TernGrad
 from lightning_dlres.codecs.gradient.contract import require_contract
 from lightning_dlres.core.errors import ConfigError
+from tests.support.stepped_codec import SteppedCodec
 
 
 class Rounding(GradientCodec):
@@ -104,16 +105,8 @@ class SendsTwiceOrNothing(SendsHalf):
         super().compress(values, state, payload, scale=4 * scale * is_sent)
 
 
-class SendsSomeElementsInTurn(SendsHalf):
+class SendsSomeElementsInTurn(SteppedCodec, Rounding):
     """An unbiased codec without random numbers: step k sends the elements k, k + 100, ..."""
-
-    is_unbiased = True
-    step = 0
-
-    def at_step(self, step: int) -> GradientCodec:
-        codec = type(self)()
-        codec.step = step
-        return codec
 
     def compress(
         self, values: Tensor, state: State, payload: Tensor, *, scale: float = 1.0, seed: int = 0

@@ -60,16 +60,19 @@ class PushCodecs:
         codec = self._codecs[key]
         return None if codec is None else codec.at_step(step)
 
-    def write(self, key: int, values: Tensor, payload: Any, step: int) -> None:
+    def write(
+        self, key: int, codec: GradientCodec | None, values: Tensor, payload: Any, step: int
+    ) -> None:
         """Write the payload of a push.
 
         Args:
             key: Index of the key.
+            codec: Its codec at this step, see `codec`.
             values: Gradient, flat and on the CPU; float32 for a key with a codec.
             payload: Destination, uint8[payload bytes at this step].
             step: Step of the codec.
         """
-        unsent, codec = self._unsent.pop(key, None), self._codecs[key]
+        unsent = self._unsent.pop(key, None)
         if unsent is not None:
             values = values + unsent.to(values.dtype)
         if codec is None:
@@ -77,9 +80,7 @@ class PushCodecs:
             return
         # Keys, steps and workers have different seeds.
         seed = ((step + 1) * self._job.workers + self._job.worker) * len(self._job.keys) + key
-        codec.at_step(step).compress(
-            values, self._state(key, codec), torch.from_numpy(payload), seed=seed
-        )
+        codec.compress(values, self._state(key, codec), torch.from_numpy(payload), seed=seed)
 
     def save(self, numbers: Sequence[int]) -> SavedPushes:
         """Return what this worker keeps (tensors are not copied).

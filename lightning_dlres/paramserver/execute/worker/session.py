@@ -186,7 +186,7 @@ class WorkerSession:
                 entry = self.exchange.log.append(key, number, details, nbytes)
             if gradient is not None:
                 values = part_of(gradient.detach(), one.key)
-                self._codecs.write(key, values, entry.array, codec_step)
+                self._codecs.write(key, codec, values, entry.array, codec_step)
             self.exchange.log.seal(entry)
             one.number = number
             self.exchange.expect(key, number, is_queued=True)
