@@ -177,6 +177,8 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         self._loaded_pushes: list[SavedPushes] | None = None
         # States of this rank's codecs at the end of the last session, for a later checkpoint.
         self._kept_pushes: SavedPushes | None = None
+        # The same on all ranks: some of them may hold a residual.
+        self._has_residuals = codec is not None
         # On rank 0, from the start of the first training on.
         self._report: ServerReport | None = None
         # True while Lightning runs a backward whose gradients are accumulated only.
@@ -342,9 +344,9 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         # A checkpoint of weights alone has no optimizer states, and needs no residuals.
-        if self._options.codec is not None and "optimizer_states" in checkpoint:
+        if self._has_residuals and "optimizer_states" in checkpoint:
             pushes = self._all_pushes()
-            if pushes is not None:
+            if pushes is not None and any(pushes):
                 checkpoint[CHECKPOINT_KEY] = pushes
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -363,6 +365,8 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         pushes = checkpoint.pop(CHECKPOINT_KEY, None)
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             self._loaded_pushes = pushes
+            # Without a codec, the first push takes them.
+            self._has_residuals |= pushes is not None
         return checkpoint
 
     @override

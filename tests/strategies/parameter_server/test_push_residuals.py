@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_dlres.strategies.parameter_server.strategy import CHECKPOINT_KEY
 from tests.strategies.parameter_server.test_training import BATCHES, distance, fit
@@ -58,3 +58,29 @@ def test_a_checkpoint_without_further_steps_passes_residuals_on(
         for one, other in zip(ours, theirs, strict=True):
             assert one["tensors"]["residual"].abs().max() > 0
             assert torch.equal(one["tensors"]["residual"], other["tensors"]["residual"])
+
+
+class SaveAtStart(Callback):
+    """Callback that saves a checkpoint before the first step."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self._path)
+
+
+def test_a_run_without_codec_keeps_residuals_until_its_first_push(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    first, second, last = (str(tmp_path / f"{name}.ckpt") for name in ("first", "second", "last"))
+    pool.run(fit, 2, OPTIONS | CODECS["tbq"], save=first, **ARGUMENTS)
+    saving = partial(SaveAtStart, second)
+    pool.run(
+        fit, 2, OPTIONS, resume=first, save=last, callbacks=(saving,), max_epochs=2, **ARGUMENTS
+    )
+    saved = [torch.load(path, weights_only=True) for path in (first, second, last)]
+    for ours, theirs in zip(*(one[CHECKPOINT_KEY] for one in saved[:2]), strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one["tensors"]["residual"], other["tensors"]["residual"])
+    assert CHECKPOINT_KEY not in saved[2]
