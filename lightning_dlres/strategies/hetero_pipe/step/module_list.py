@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
 
@@ -79,24 +81,34 @@ class _ListCall:
             member's output.
         inputs: First argument, further positional arguments and keyword arguments of the first
             member.
+        records_gradients: Whether autograd recorded operations at the first call.
     """
 
     next_index: int | None = None
     previous: Any = None
     inputs: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
+    records_gradients: bool = True
 
     def require_next(self, path: str, index: int, first: Any, args: Any, kwargs: Any) -> None:
         """Check that a call of a member continues the series.
 
         Raises:
-            UnsupportedStepError: If the member, its first argument or its other arguments are not
-                those that the series needs next.
+            UnsupportedStepError: If the member or its arguments are not those that the series needs
+                next, or if gradients are recorded only here or only before.
         """
         if self.next_index != index or first is not self.previous:
             raise UnsupportedStepError(
                 f"The members of the pipelined nn.ModuleList {path!r} must be called in order, "
                 "each once, with the previous one's output as the first argument, got a call of "
                 f"'{path}.{index}' out of turn. Call all members in one loop over the list."
+            )
+        if torch.is_grad_enabled() != self.records_gradients:
+            here, before = ("without", "with") if self.records_gradients else ("with", "without")
+            raise UnsupportedStepError(
+                f"The members of the pipelined nn.ModuleList {path!r} must all be called with "
+                f"gradients recorded, or all without, got '{path}.{index}' {here} and '{path}.0' "
+                f"{before}. Cut the step instead, where some of them may be called within "
+                "torch.no_grad(): HeteroPipeStrategy(module='training_step')."
             )
         _, first_args, first_kwargs = self.inputs
         has_same_args = len(args) == len(first_args) and all(
@@ -135,6 +147,7 @@ def list_forwards(
             if index == 0:
                 state.next_index, state.previous = 0, first
                 state.inputs = first, args, kwargs
+                state.records_gradients = torch.is_grad_enabled()
             state.require_next(path, index, first, args, kwargs)
             state.next_index, state.previous = index + 1, _MemberOutput(path, index)
             if index < count - 1:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_dlres.core import _compat
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, tensors_of
+from lightning_dlres.pipeline.capture.block_calls import checkpoint_around
 from lightning_dlres.pipeline.capture.captured import CapturedModule
 from lightning_dlres.pipeline.capture.crossing import Returned
 from lightning_dlres.pipeline.capture.segment_state import OpenStep
@@ -201,10 +202,10 @@ class PipelinedModule:
             UnsupportedStepError: If the step returns something else without a call.
         """
 
-        precision = _autocast_states()
+        modes = _CallModes()
 
         def stop(inputs: Tree, layer: int | None = None) -> Tree:
-            self._require_precision(precision)
+            self._require_modes(modes)
             raise _StopAtCall(inputs)
 
         try:
@@ -256,12 +257,12 @@ class PipelinedModule:
         answer: Callable[[Tree], Tree],
         record_call: RecordCall,
     ) -> Any:
-        num_calls, precision = 0, _autocast_states()
+        num_calls, modes = 0, _CallModes()
 
         def handle(inputs: Tree, layer: int | None = None) -> Tree:
             nonlocal num_calls
             num_calls += 1
-            self._require_precision(precision)
+            self._require_modes(modes)
             if num_calls > 1:
                 raise self._wrong_number_of_calls(num_calls)
             output = answer(inputs)
@@ -274,14 +275,37 @@ class PipelinedModule:
             raise self._wrong_number_of_calls(0)
         return result
 
-    def _require_precision(self, expected: list[Any]) -> None:
-        """Raise if autocast is not set as it was at the start of the step."""
-        if _autocast_states() != expected:
+    def _require_modes(self, expected: _CallModes) -> None:
+        """Raise if the module is called in another mode than that of the step's start.
+
+        Other ranks run its layers in that mode.
+        """
+        step = f"{type(self.layers.root).__name__}.training_step"
+        modes = _CallModes()
+        if _compat.is_transforming():
             raise UnsupportedStepError(
-                f"{type(self.layers.root).__name__}.training_step must call {self.path!r} in the "
-                "precision of the Trainer, since other ranks run its layers in that, got a call "
-                "within another torch.autocast. Enter it in the forward of a layer instead."
+                f"{step} must call {self.path!r} outside of transforms of torch.func, got a call "
+                "within one, such as vmap or grad. Enter it in the forward of a layer, or train "
+                "on a single device: Trainer(devices=1)."
             )
+        if modes.autocast != expected.autocast:
+            raise UnsupportedStepError(
+                f"{step} must call {self.path!r} in the precision of the Trainer, since other "
+                "ranks run its layers in that, got a call within another torch.autocast. Enter it "
+                "in the forward of a layer instead."
+            )
+        if modes.records_gradients == expected.records_gradients:
+            return
+        if checkpoint_around(PipelinedModule._answered.__code__) == "reentrant":
+            raise UnsupportedStepError(
+                f"{step} must call {self.path!r} where gradients are recorded, got a call within "
+                "an activation checkpoint with use_reentrant=True. Set use_reentrant=False."
+            )
+        raise UnsupportedStepError(
+            f"{step} must call {self.path!r} where gradients are recorded, since other ranks train "
+            "its layers, got a call within torch.no_grad() or the like. Cut the step instead, "
+            "where some modules may be called so: HeteroPipeStrategy(module='training_step')."
+        )
 
     def _wrong_number_of_calls(self, num_calls: int) -> UnsupportedStepError:
         if num_calls:
@@ -295,9 +319,20 @@ class PipelinedModule:
         )
 
 
-def _autocast_states() -> list[Any]:
-    kinds = ("cpu", "cuda")
-    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+class _CallModes:
+    """Modes of torch in which a call is made.
+
+    Attributes:
+        autocast: For each kind of device, whether autocast is on, and its dtype.
+        records_gradients: Whether autograd records operations.
+    """
+
+    def __init__(self) -> None:
+        self.autocast = [
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        ]
+        self.records_gradients = torch.is_grad_enabled()
 
 
 def _forward_attribute(module: nn.Module) -> str:
