@@ -31,11 +31,19 @@ def require_separable(optimizer: Optimizer) -> None:
     A trial may also fail for a reason of its own. The optimizer is then accepted with a warning.
 
     Raises:
-        ConfigError: If an update of one parameter depends on another, or if the optimizer needs a
-            closure in every step.
+        ConfigError: If an update of one parameter depends on another, if the optimizer needs a
+            closure in every step, or if it is not made as one of torch.
     """
     optimizer_class: Any = type(optimizer)
     name, rewind = optimizer_class.__name__, rewinder()
+    try:
+        optimizer.register_step_post_hook(lambda *_: None).remove()
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{name} must be an optimizer whose constructor calls that of torch.optim.Optimizer, "
+            f"got one that takes no hooks ({type(error).__name__}: {error}), such as a wrapper of "
+            "another optimizer. Use one that updates each parameter by itself, such as AdamW."
+        ) from error
     try:
         separable = all(
             _is_separable(partial(_updated, optimizer_class, options), rewind)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,21 +53,58 @@ def run_trial(
         NeedsClosure: If the optimizer needs a closure in every step.
         Exception: Any other error of the optimizer's constructor or step.
     """
-    values = [
-        torch.linspace(-1.0, 1.0, 12).view(3, 4),
-        torch.linspace(5.0, 9.0, 12).view(3, 4),
-    ]
-    parameters = [nn.Parameter(values[i].clone()) for i in indices]
-    group = {"params": parameters, **copy.deepcopy(options)}
-    trial: Optimizer = optimizer_class([group], lr=TRIAL_RATE)
-    with torch.enable_grad():
-        for step in range(_STEPS):
-            for i, parameter in zip(indices, parameters, strict=True):
-                gradient = values[i] * (1.0 + i) * (0.5 + step) * gradient_factors[i]
-                takes_sparse = issubclass(optimizer_class, SparseAdam)
-                parameter.grad = gradient.to_sparse(1) if takes_sparse else gradient
-            try:
-                trial.step()
-            except TypeError as error:
-                raise (NeedsClosure() if "closure" in str(error) else error) from error
-    return parameters, trial
+    make = partial(_Trial, optimizer_class, options, indices, gradient_factors)
+    trial = make()
+    try:
+        trial.run(lambda optimizer, _: optimizer.step())
+    except Exception as error:
+        if isinstance(error, TypeError) and "closure" in str(error):
+            raise NeedsClosure() from error
+        # Some optimizers, such as SAM, call the closure that they get without asking for one.
+        trial = make()
+        try:
+            trial.run(lambda optimizer, closure: optimizer.step(closure))
+        except Exception:
+            raise error from None
+    return trial.parameters, trial.optimizer
+
+
+class _Trial:
+    """Small parameters and their optimizer; see `run_trial` for the arguments."""
+
+    def __init__(
+        self,
+        optimizer_class: Any,
+        options: dict[str, Any],
+        indices: list[int],
+        gradient_factors: tuple[float, float],
+    ) -> None:
+        values = torch.linspace(-1.0, 1.0, 12), torch.linspace(5.0, 9.0, 12)
+        self._values = [values[index].view(3, 4) for index in indices]
+        self._factors = [(1.0 + index) * gradient_factors[index] for index in indices]
+        self._takes_sparse = issubclass(optimizer_class, SparseAdam)
+        self.parameters = [nn.Parameter(value.clone()) for value in self._values]
+        group = {"params": self.parameters, **copy.deepcopy(options)}
+        self.optimizer: Optimizer = optimizer_class([group], lr=TRIAL_RATE)
+
+    def run(self, step: Callable[[Any, Callable[[], Tensor]], object]) -> None:
+        """Make the steps.
+
+        Args:
+            step: Makes a step, given the optimizer and a closure that sets the gradients.
+        """
+        with torch.enable_grad():
+            for number in range(_STEPS):
+                self._set_gradients(number)
+                step(self.optimizer, partial(self._set_gradients, number))
+
+    def _set_gradients(self, number: int) -> Tensor:
+        """Set the gradients of a step, and return a loss, as a closure does."""
+        for parameter, value, factor in zip(
+            self.parameters, self._values, self._factors, strict=True
+        ):
+            # It depends on the parameter, so that a second evaluation elsewhere counts.
+            moved = value + 0.1 * (parameter.detach() - value)
+            gradient = moved * factor * (0.5 + number)
+            parameter.grad = gradient.to_sparse(1) if self._takes_sparse else gradient
+        return torch.zeros(())

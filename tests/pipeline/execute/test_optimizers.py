@@ -102,7 +102,53 @@ class GlobalClip(NormalizedSGD):
                 p -= group["lr"] * p.grad
 
 
-@pytest.mark.parametrize("kind", [NormalizedSGD, GlobalClip])
+class SharpnessAware(torch.optim.SGD):
+    """Two gradients per step: the second at parameters moved along the first."""
+
+    norm_of_all = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        all_parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in all_parameters]).norm()
+        moves = [p.grad / (norm if self.norm_of_all else p.grad.norm()) for p in all_parameters]
+        for p, move in zip(all_parameters, moves, strict=True):
+            p += move
+        with torch.enable_grad():
+            closure()
+        for p, move in zip(all_parameters, moves, strict=True):
+            p -= move
+        super().step()
+
+
+class SharpnessAwareByParameter(SharpnessAware):
+    norm_of_all = False
+
+
+def test_an_optimizer_that_calls_a_closure_is_tried_with_one() -> None:
+    assert_accepted(SharpnessAwareByParameter(parameters(), lr=0.1))
+
+
+class Lookahead(Optimizer):
+    """A wrapper of another optimizer, which calls no constructor of its class."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.param_groups, self.state, self.defaults = (
+            inner.param_groups,
+            inner.state,
+            inner.defaults,
+        )
+        self._optimizer_step_post_hooks = {}  # type: ignore[assignment]
+
+
+def test_a_wrapper_that_takes_no_hooks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Lookahead must be an optimizer whose constructor"):
+        require_separable(Lookahead(torch.optim.SGD(parameters(), lr=0.1)))
+
+
+@pytest.mark.parametrize("kind", [NormalizedSGD, GlobalClip, SharpnessAware])
 def test_optimizers_that_compute_over_all_parameters_are_refused(kind: type[Optimizer]) -> None:
     with pytest.raises(ConfigError, match=rf"{kind.__name__} computes something over all"):
         require_separable(kind(parameters()))  # type: ignore[call-arg]
