@@ -17,7 +17,7 @@ from lightning_dlres.core.errors import ConfigError
 _SECRETS = re.compile(r"(storage_options\W+).*")
 
 
-class _Parser(LightningArgumentParser):
+class TrainerParser(LightningArgumentParser):
     """Parser whose errors leave out arguments that may hold secrets."""
 
     @override
@@ -25,7 +25,7 @@ class _Parser(LightningArgumentParser):
         super().error(_SECRETS.sub(r"\1...", message), ex)
 
 
-class _TrainerCLI(LightningCLI):
+class TrainerCLI(LightningCLI):
     """LightningCLI that raises a `ConfigError` of a constructor as it is.
 
     jsonargparse puts its text into a long error of its own, together with all arguments. Some of
@@ -71,9 +71,9 @@ def run_trainer(command: str, options: Sequence[str]) -> int:
     """Build Trainer, model and data from the options, and call the Trainer's method `command`."""
     arguments = [command, *options]
     # LightningCLI warns if it gets arguments both here and on the process's command line.
-    _TrainerCLI(
+    TrainerCLI(
         args=None if arguments == sys.argv[1:] else arguments,
         parser_kwargs={"prog": "dlres"},
-        parser_class=_Parser,
+        parser_class=TrainerParser,
     )
     return 0

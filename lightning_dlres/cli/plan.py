@@ -13,6 +13,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_dlres.cli.fit import TrainerCLI, TrainerParser
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.plan.planner import measured_plan
@@ -32,16 +33,22 @@ def plan(options: Sequence[str]) -> int:
         ConfigError: If the config has another strategy, or if no plan can be made.
     """
     settings, overrides = _parser().parse_known_args(options)
+    if not settings.out.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--out must be a file in an existing folder, got {settings.out}. Make the folder "
+            f"{settings.out.parent}."
+        )
     cluster = load_cluster(settings.cluster) if settings.cluster is not None else None
     arguments = ["--config", str(settings.config), *overrides]
     with warnings.catch_warnings():
         # LightningCLI warns if it gets arguments both here and on the command line.
         warnings.filterwarnings("ignore", message=".*args parameter is intended.*")
-        cli = LightningCLI(
+        cli = TrainerCLI(
             args=arguments,
             run=False,
             save_config_callback=None,
             parser_kwargs={"prog": "dlres plan"},
+            parser_class=TrainerParser,
         )
     strategy = cli.trainer.strategy
     if not isinstance(strategy, PipelinePlanning):

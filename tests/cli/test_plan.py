@@ -90,6 +90,19 @@ def test_fit_trains_with_a_plan_that_ranks_made(pool: RankPool, tmp_path: Path) 
     assert "profiling" not in outcomes[0].output
 
 
+def test_bad_options_end_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "missing" / "plan.json"
+    for option, words in {
+        f"--out={out}": "--out must be a file in an existing folder",
+        "--trainer.strategy.init_args.microbatches=-1": "microbatches must be",
+    }.items():
+        assert main(["plan", f"--config={CONFIG}", option]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
