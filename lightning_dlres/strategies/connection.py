@@ -193,7 +193,11 @@ class Connection:
             wait_for_reason(self.check, min(self.timeout, REASON_SECONDS))
         except PeerLostError as reason:
             return reason
-        return PeerLostError(f"A rank was lost or late in a collective call: {error}")
+        return PeerLostError(
+            "A rank was lost or late in a collective call, and it is not known which. All ranks "
+            "must make the same calls: check that all have as many batches, and that none stops "
+            f"training alone. The error of torch: {error}"
+        )
 
     def shorten_timeout(self) -> None:
         """Wait for other ranks only briefly from now on, because this rank has raised."""

@@ -213,7 +213,11 @@ def wait_for_collective(
         work.wait()
     except RuntimeError as error:
         wait_for_reason(check, REASON_SECONDS)
-        raise PeerLostError(f"A rank was lost while this one waited for {what}: {error}") from error
+        raise PeerLostError(
+            f"A rank was lost, or made another call, while this one waited for {what}. All ranks "
+            "must make the same calls: check that all have as many batches, and that none stops "
+            f"training alone. The error of torch: {error}"
+        ) from error
 
 
 def wait_for_reason(check: Check, seconds: float) -> None:

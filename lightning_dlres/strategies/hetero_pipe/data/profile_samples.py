@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_dlres import _compat
 from lightning_dlres.core import rng
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
 from lightning_dlres.pipeline.stage.microbatch import cut_batch, microbatch_sizes, samples_in
@@ -46,6 +47,7 @@ def read_samples(
 
     Raises:
         NoCopyError: If the loader cannot be copied.
+        ConfigError: If the loader is empty.
         SkippedSamplesError: If `training_step` skips the samples.
     """
     rewind_random_state = rng.rewinder(context.device)
@@ -168,5 +170,9 @@ def _few_samples(loader: Any, samples: int | None) -> tuple[Any, int | None]:
     # Lightning's training loop wraps loaders in the same way, to accept a list or dict of them.
     if not isinstance(loader, CombinedLoader):
         loader = CombinedLoader(loader, "max_size_cycle")
-    batch, _, _ = next(iter(loader))
-    return batch, None
+    for batch, _, _ in loader:
+        return batch, None
+    raise ConfigError(
+        "The training set must not be empty, got no batch from its loader. Pass a loader with at "
+        "least one batch."
+    )

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from lightning_dlres import ProfileConfig
+from lightning_dlres import ConfigError, ProfileConfig
 from lightning_dlres.pipeline.profile.config import ProfileSamples
 from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.strategies.hetero_pipe.data.profile_samples import read_samples
@@ -154,3 +154,15 @@ def test_a_loader_that_is_made_for_samples_leaves_no_trace() -> None:
     assert (module.calls, module.sizes, len(module.samples)) == (1, [4], 4)
     samples_of(data)
     assert (data.calls, [len(part) for part in data.parts["left"]]) == (1, [8, 12])
+
+
+class EmptyStream(IterableDataset[Any]):
+    """Stream without samples, as of a folder that is empty."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def test_an_empty_training_set_is_named() -> None:
+    with pytest.raises(ConfigError, match="The training set must not be empty"):
+        samples_of(DataLoader(EmptyStream(), batch_size=8))
