@@ -36,6 +36,7 @@ def test_losses_that_differ_or_are_not_numbers_are_unfair() -> None:
             require_same_losses([2.0, 1.0], [2.0, loss])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.root
 def test_both_sides_train_alike_and_every_figure_is_reported(
     capsys: pytest.CaptureFixture[str],

@@ -22,6 +22,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.exhaustive
 def test_the_quick_run_ends_with_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick"]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])

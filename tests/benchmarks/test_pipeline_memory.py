@@ -10,6 +10,7 @@ import pytest
 from benchmarks import pipeline_memory
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's C library")
 def test_a_stage_holds_the_planned_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert pipeline_memory.main(["--quick"]) == 0

@@ -26,6 +26,7 @@ import lightning_dlres as dlres
 from lightning_dlres.callbacks.offloading import require_supported
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.memory.execute.actions import MemoryAction
+from tests.support.examples import checkered
 from tests.support.networks import CASES
 from tests.support.offload_tasks import (
     Gan,
@@ -65,8 +66,7 @@ def trained_ours(name: str, way: str) -> tuple[dict[str, Tensor], dlres.Activati
     return fit(Regression(name), batches(name), callback), callback
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "way"), checkered(CASES, WAYS))
 def test_weights_equal_those_of_plain_training(name: str, way: str) -> None:
     weights, callback = trained_ours(name, way)
     require_same_weights(trained_plainly(name), weights)

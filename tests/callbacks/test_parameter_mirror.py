@@ -24,6 +24,7 @@ from lightning_dlres.callbacks import ActivationOffload, ParameterMirror, Resour
 from lightning_dlres.core.device.link_use import LinkUse
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.memory.profile.shared_links import shared_links
+from tests.support.examples import checkered
 from tests.support.mirror_models import (
     NETWORKS,
     OPTIMIZERS,
@@ -97,8 +98,7 @@ def compare(
             assert_same(own, expected)
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("network", "window"), checkered(NETWORKS, WINDOWS))
 def test_all_kinds_of_networks_train_alike(network: str, window: int | str) -> None:
     # Where a gradient is zero but for rounding, AdamW turns the rounding into whole steps.
     optimizer = "sgd" if WHERE["accelerator"] == "gpu" else "adamw"

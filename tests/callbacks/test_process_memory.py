@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_dlres as dlres
+from tests.support.examples import checkered
 from tests.support.models import Block
 from tests.support.offload_tasks import Regression, fit
 from tests.support.process_memory import anonymous_bytes
@@ -99,8 +100,11 @@ def test_memory_does_not_grow_over_many_steps(steps: int) -> None:
     assert end.slab_bytes == half.slab_bytes
 
 
-@pytest.mark.parametrize("actions", [["offload"], ["offload", "compress", "recompute"]], ids=str)
-@pytest.mark.parametrize("name", ["gpt", "mlp"])
+@pytest.mark.parametrize(
+    ("name", "actions"),
+    checkered(["gpt", "mlp"], [["offload"], ["offload", "compress", "recompute"]], start=1),
+    ids=str,
+)
 def test_saved_tensors_never_exceed_half(name: str, actions: list[str]) -> None:
     callback = dlres.ActivationOffload(budget="1TiB", saved_budget=0.5, actions=actions)
     fit(WideRegression(name), loader(name, 10), callback)

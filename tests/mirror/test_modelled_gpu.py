@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from lightning_dlres.mirror.config import MirrorConfig
 from lightning_dlres.mirror.mirror import Mirror
+from tests.support.examples import checkered
 from tests.support.fake_gpu import ORDERS, FakeGpu, in_place_of_cuda
 from tests.support.mirror_models import NETWORKS, data
 
@@ -78,8 +79,7 @@ def assert_equal(make: Callable[[], nn.Module], gpu: FakeGpu, config: MirrorConf
     assert all(map(torch.equal, plain, ours))
 
 
-@pytest.mark.parametrize("window", ["min", "auto", 6000])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("network", "window"), checkered(NETWORKS, ["min", "auto", 6000]))
 def test_all_kinds_of_networks_train_alike(network: str, window: int | str, gpu: FakeGpu) -> None:
     assert_equal(NETWORKS[network], gpu, MirrorConfig(window=window))
 

@@ -109,7 +109,11 @@ def server_loss(images: tuple[Tensor, Tensor], seed: int, **options: object) -> 
 
 
 @pytest.mark.parametrize(
-    "options", [{"consistency": "ssp", "staleness": 2}, {"consistency": "asp"}], ids=["ssp", "asp"]
+    "options",
+    [
+        pytest.param({"consistency": "ssp", "staleness": 2}, id="ssp"),
+        pytest.param({"consistency": "asp"}, id="asp", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_asynchronous_training_converges(
     images: tuple[Tensor, Tensor], options: dict[str, object]

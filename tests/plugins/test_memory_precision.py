@@ -18,6 +18,7 @@ from torch import Tensor
 
 import lightning_dlres as dlres
 from lightning_dlres.core.errors import ConfigError
+from tests.support.examples import checkered
 from tests.support.models import QUIET
 from tests.support.networks import CASES
 from tests.support.offload_tasks import (
@@ -44,8 +45,7 @@ def memory_plugin(precision: str = "32-true", **options: Any) -> dlres.MemoryPre
     return dlres.MemoryPrecision(precision, **{"budget": "min", "min_size": 1, **options})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["cnn", "gpt"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "name"), checkered(PRECISIONS, ["cnn", "gpt"]))
 def test_weights_equal_those_of_plain_training(precision: str, name: str) -> None:
     options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2}
     memory_precision = memory_plugin(precision)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dlres import CompressedDDPStrategy, ParameterServerStrategy
+from tests.support.examples import checkered
 from tests.support.models import QUIET
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.waiting import wait_until
@@ -99,8 +100,7 @@ def terminated(
     return "went on"
 
 
-@pytest.mark.parametrize("target", [0, 1])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "target"), checkered(STRATEGIES, [0, 1]))
 def test_sigterm_to_one_rank_ends_all(pool: RankPool, strategy: str, target: int) -> None:
     assert pool.run(terminated, 2, strategy, target) == ["SIGTERMException"] * 2
 

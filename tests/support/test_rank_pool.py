@@ -231,7 +231,7 @@ def test_a_hanging_rank_shows_its_stack_and_a_dying_one_its_status(pool: RankPoo
     assert not set(pool.run(process_id, 2)) & set(before)
 
 
-@pytest.mark.parametrize("thread", ["main", "other"])
+@pytest.mark.parametrize("thread", [pytest.param("main", marks=pytest.mark.exhaustive), "other"])
 def test_ranks_end_with_their_parent(start_script: StartScript, thread: str) -> None:
     # Started by another thread, which ends before they do, they have only the pipe to tell them.
     script = start_script(

@@ -30,6 +30,7 @@ from lightning_dlres.codecs.gradient import (
 )
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 from tests.codecs.gradient import oracles
+from tests.support.examples import checkered
 
 CPU = torch.device("cpu")
 BIASED: dict[str, GradientCodec] = {
@@ -71,8 +72,7 @@ def expand(codec: GradientCodec, payload: Tensor, count: int, scale: float = 1.0
     return out
 
 
-@pytest.mark.parametrize("name", BIASED)
-@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize(("name", "count"), checkered(BIASED, SIZES))
 def test_nothing_is_lost_over_steps(name: str, count: int) -> None:
     codec = BIASED[name]
     state = codec.new_state(count, CPU)
@@ -88,8 +88,7 @@ def test_nothing_is_lost_over_steps(name: str, count: int) -> None:
     torch.testing.assert_close(total, given_sum, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize(("name", "count"), checkered(CODECS, SIZES))
 def test_decoding_can_add_and_scale(name: str, count: int) -> None:
     codec = CODECS[name]
     payload = compress(codec, gradient(count), codec.new_state(count, CPU), seed=3)

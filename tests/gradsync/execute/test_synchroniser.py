@@ -20,6 +20,7 @@ from lightning_dlres.gradsync.execute.session import TRANSPORTS
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
+from tests.support.examples import checkered
 from tests.support.rank_pool import RankContext, RankPool
 
 COUNTS = {"scalar": 1, "none": 0, "bias": 10, "weight": 9000, "large": 30_000}
@@ -104,9 +105,10 @@ def synchronise(
     return means, errors
 
 
-@pytest.mark.parametrize("topology", ["ps", "ring"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("topology", "world_size", "dtype"),
+    checkered(["ps", "ring"], [1, 2, 3, 4], [torch.float32, torch.bfloat16]),
+)
 def test_uncompressed_means_are_sums_in_the_order_of_the_ranks(
     pool: RankPool, topology: str, world_size: int, dtype: torch.dtype
 ) -> None:
@@ -128,9 +130,9 @@ def test_uncompressed_means_are_sums_in_the_order_of_the_ranks(
                 assert torch.equal(means[step][key][start:stop], total * (1 / world_size))
 
 
-@pytest.mark.parametrize("topology", ["ps", "ring"])
-@pytest.mark.parametrize("name", BIASED)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("topology", "name", "world_size"), checkered(["ps", "ring"], BIASED, [2, 3])
+)
 def test_nothing_is_lost_in_two_way_compression(
     pool: RankPool, topology: str, name: str, world_size: int
 ) -> None:
@@ -158,9 +160,9 @@ def test_four_ranks_hold_the_same_bits(pool: RankPool, topology: str, name: str)
             assert all(torch.equal(means[step][k], results[0][0][step][k]) for k in COUNTS)
 
 
-@pytest.mark.parametrize("topology", ["ps", "ring"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("replay_from", [None, 1, 2])
+@pytest.mark.parametrize(
+    ("topology", "world_size", "replay_from"), checkered(["ps", "ring"], [1, 2, 4], [None, 1, 2])
+)
 def test_a_coordinator_changes_no_bit(
     pool: RankPool, topology: str, world_size: int, replay_from: int | None
 ) -> None:

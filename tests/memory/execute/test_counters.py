@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_dlres.core._compat import shares_counter
 from lightning_dlres.memory.execute.actions import MemoryAction
-from tests.support.examples import examples
+from tests.support.examples import checkered, examples
 from tests.support.scripted_policy import ScriptedEngine
 
 ACTIONS = [*MemoryAction, None]  # None: each action in turn
@@ -213,9 +213,7 @@ CASES: dict[str, Step] = {
 }
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "action", "late"), checkered(CASES, ACTIONS, [False, True]))
 def test_gradients_equal_those_of_plain_training(
     name: str, action: MemoryAction | None, late: bool
 ) -> None:

@@ -22,7 +22,7 @@ from lightning_dlres.memory.execute.call_tracker import CallTracker
 from lightning_dlres.memory.execute.reuse.activations import _mask, signs_of
 from lightning_dlres.memory.execute.reuse.formula_matching import match_formula
 from lightning_dlres.memory.execute.reuse.install import ReusingForward, patch_reuse
-from tests.support.examples import examples
+from tests.support.examples import checkered, examples
 from tests.support.reuse_steps import (
     ACTIONS,
     LAYERS,
@@ -38,9 +38,7 @@ from tests.support.reuse_steps import (
 from tests.support.scripted_policy import ScriptedEngine
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "action", "late"), checkered(LAYERS, ACTIONS, [False, True]))
 def test_reuse_gives_the_gradients_of_separate_memory(
     name: str, action: MemoryAction | None, late: bool
 ) -> None:

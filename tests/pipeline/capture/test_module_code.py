@@ -17,6 +17,7 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.pipeline.capture.captured import CapturedModule
 from lightning_dlres.pipeline.capture.tracing.capturing import capture
 from tests.support.captured_chains import assert_alike, chain_result, plain_result
+from tests.support.examples import checkered
 
 FEATURES = 4
 Code = Callable[["Module", Tensor], Tensor]
@@ -211,8 +212,7 @@ def loop_over_parts(m: Module, x: Tensor) -> Tensor:
     return m.d(torch.cat(parts))
 
 
-@pytest.mark.parametrize("is_training", [True, False])
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize(("name", "is_training"), checkered(CODES, [True, False]))
 def test_code_of_users_may_be_cut_anywhere(name: str, is_training: bool) -> None:
     module = Module(CODES[name])
     captured = capture(module, ((sample(0),), {}))

@@ -306,7 +306,9 @@ def test_a_loader_that_is_garbage_collected_leaves_the_cache(
     wait_until(lambda: pid not in cache_processes(), "the cache's process has ended")
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("fork", marks=pytest.mark.exhaustive), "forkserver"]
+)
 def test_workers_end_after_their_parent_was_killed(
     folder: Path, own_runtime_directory: Path, method: str
 ) -> None:

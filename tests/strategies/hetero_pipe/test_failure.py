@@ -57,7 +57,7 @@ def fit_until_death(context: RankContext, victim: int) -> None:
     trainer.fit(WithKillingLayers(victim), DataLoader(Samples(False, 64), batch_size=8))
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, 1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_stage_killed_in_mid_step_ends_the_others(pool: RankPool, victim: int) -> None:
     outcomes = pool.run_expecting_errors(fit_until_death, 3, victim, timeout=60)
     for rank, outcome in enumerate(outcomes):

@@ -80,7 +80,7 @@ def train_plainly(context: RankContext, *args: Any) -> list[float]:
     return train(None, *args)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_any_number_of_stages_resumes_it(pool: RankPool, tmp_path: Path, stages: int) -> None:
     path, whole = str(tmp_path / "shards"), str(tmp_path / "whole.ckpt")
     pool.run(train_plainly, 1, whole, 2)

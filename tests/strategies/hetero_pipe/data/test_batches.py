@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dlres import HeteroPipeStrategy
+from tests.support.examples import checkered
 from tests.support.models import QUIET, Samples
 from tests.support.parity import relative
 from tests.support.rank_pool import RankContext, RankPool
@@ -138,9 +139,9 @@ def fit_plainly(context: RankContext, kind: str) -> Any:
     return fit(None, kind)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", list(COLLATE))
+@pytest.mark.parametrize(
+    ("kind", "ranks", "schedule"), checkered(COLLATE, [1, 2], ["gpipe", "1f1b"])
+)
 def test_batches_of_every_kind_train_as_on_a_single_device(
     pool: RankPool, kind: str, schedule: str, ranks: int
 ) -> None:

@@ -198,7 +198,7 @@ def outcomes_of_all_runs(context: RankContext) -> dict[str, tuple[Outcome, Outco
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_state_changes_as_often_as_on_a_single_device(pool: RankPool, ranks: int) -> None:
     by_rank = pool.run(outcomes_of_all_runs, ranks)
     for rank, outcomes in enumerate(by_rank):
