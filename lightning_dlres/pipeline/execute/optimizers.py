@@ -22,7 +22,13 @@ from torch.optim import Optimizer, SparseAdam
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.rng import rewinder
-from lightning_dlres.pipeline.profile.optimizer_trials import NeedsClosure, run_trial, trial_options
+from lightning_dlres.pipeline.profile.optimizer_trials import (
+    NeedsClosure,
+    pairs_of_parameters,
+    run_copied_trial,
+    run_trial,
+    trial_options,
+)
 
 
 def require_separable(optimizer: Optimizer) -> None:
@@ -45,10 +51,7 @@ def require_separable(optimizer: Optimizer) -> None:
             "another optimizer. Use one that updates each parameter by itself, such as AdamW."
         ) from error
     try:
-        separable = all(
-            _is_separable(partial(_updated, optimizer_class, options), rewind)
-            for options in trial_options(optimizer)
-        )
+        separable = _are_separable(optimizer, rewind)
     except NeedsClosure:
         raise ConfigError(
             f"{name} needs a closure in every step, because it evaluates the loss over "
@@ -117,6 +120,30 @@ def require_dense(optimizer: Optimizer, summed: Container[nn.Parameter]) -> None
         )
 
 
+def _are_separable(optimizer: Optimizer, rewind: Callable[[], None]) -> bool:
+    """Return whether an optimizer updates each parameter independently; it may raise anything."""
+    try:
+        trials = [
+            partial(_updated, partial(_run_new, type(optimizer), options))
+            for options in trial_options(optimizer)
+        ]
+        return all(_is_separable(trial, rewind) for trial in trials)
+    except NeedsClosure:
+        raise
+    except Exception as error:
+        # Its constructor may need more than parameters and options.
+        trials = [
+            partial(_updated, partial(run_copied_trial, optimizer, pair))
+            for pair in pairs_of_parameters(optimizer)
+        ]
+        try:
+            return all(_is_separable(trial, rewind) for trial in trials)
+        except NeedsClosure:
+            raise
+        except Exception:
+            raise error from None
+
+
 def _is_separable(updated: Callable[..., list[bytes]], rewind: Callable[[], None]) -> bool:
     """Return whether a trial updates each parameter independently.
 
@@ -144,18 +171,17 @@ def _is_separable(updated: Callable[..., list[bytes]], rewind: Callable[[], None
     )
 
 
-def _updated(
-    optimizer_class: Any,
-    options: dict[str, Any],
-    indices: list[int],
-    gradient_factors: tuple[float, float] = (1.0, 1.0),
-) -> list[bytes]:
+def _run_new(*args: Any) -> list[nn.Parameter]:
+    parameters, _ = run_trial(*args)
+    return parameters
+
+
+def _updated(run: Callable[..., list[nn.Parameter]], *args: Any) -> list[bytes]:
     """Return the bytes of the trial parameters after a few steps; see `run_trial`.
 
     Bytes compare as equal also if they are those of NaN.
     """
-    parameters, _ = run_trial(optimizer_class, options, indices, gradient_factors)
-    return [parameter.detach().numpy().tobytes() for parameter in parameters]
+    return [parameter.detach().numpy().tobytes() for parameter in run(*args)]
 
 
 def _advance_generators() -> None:

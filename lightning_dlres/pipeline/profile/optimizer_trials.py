@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,7 +55,92 @@ def run_trial(
         NeedsClosure: If the optimizer needs a closure in every step.
         Exception: Any other error of the optimizer's constructor or step.
     """
-    make = partial(_Trial, optimizer_class, options, indices, gradient_factors)
+    takes_sparse = issubclass(optimizer_class, SparseAdam)
+
+    def make() -> _Trial:
+        parameters = [_small_parameter(index) for index in indices]
+        group = {"params": parameters, **copy.deepcopy(options)}
+        optimizer = optimizer_class([group], lr=TRIAL_RATE)
+        return _Trial(optimizer, parameters, indices, gradient_factors, takes_sparse)
+
+    trial = _run(make)
+    return trial.parameters, trial.optimizer
+
+
+def pairs_of_parameters(optimizer: Optimizer) -> list[list[nn.Parameter]]:
+    """Return two parameters for each group, one of its own; none if there is only one in all."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    everything = [parameter for group in groups for parameter in group]
+    pairs = []
+    for first in (group[0] for group in groups if group):
+        place = next(i for i, parameter in enumerate(everything) if parameter is first)
+        others = everything[place + 1 :] + everything[:place]
+        pairs += [[first, other] for other in others[:1]]
+    return pairs
+
+
+def run_copied_trial(
+    optimizer: Optimizer,
+    pair: Sequence[nn.Parameter],
+    indices: list[int],
+    gradient_factors: tuple[float, float] = (1.0, 1.0),
+) -> list[nn.Parameter]:
+    """Run a trial as `run_trial` does, for an optimizer that its class and options do not make.
+
+    A copy makes the steps, with small parameters in the place of its own. All but those of the
+    trial have no gradient.
+
+    Args:
+        optimizer: The optimizer.
+        pair: Two of its parameters.
+        indices: Those to train: [0], [1] or [0, 1].
+        gradient_factors: Factors of their gradients.
+
+    Raises:
+        NeedsClosure: If the optimizer needs a closure in every step.
+        Exception: Any other error of the copy or its step.
+    """
+
+    def make() -> _Trial:
+        small = {p: _small_parameter(0) for g in optimizer.param_groups for p in g["params"]}
+        small.update({parameter: _small_parameter(i) for i, parameter in enumerate(pair)})
+        made = _copied(optimizer, small)
+        chosen = [small[pair[index]] for index in indices]
+        return _Trial(made, chosen, indices, gradient_factors, takes_sparse=False)
+
+    return _run(make).parameters
+
+
+def _small_parameter(index: int) -> nn.Parameter:
+    return nn.Parameter(_values(index))
+
+
+def _values(index: int) -> Tensor:
+    bounds = (-1.0, 1.0) if index == 0 else (5.0, 9.0)
+    return torch.linspace(*bounds, 12).view(3, 4)
+
+
+def _copied(optimizer: Optimizer, small: Mapping[nn.Parameter, nn.Parameter]) -> Optimizer:
+    """Return a copy of an optimizer, without state and hooks, that has other parameters."""
+    made = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(parameter): other for parameter, other in small.items()}
+    memo[id(optimizer)], memo[id(optimizer.state)] = made, defaultdict(dict)
+    # What every optimizer has, its hooks among them, is made anew. A function, such as a step that
+    # a scheduler has wrapped, would act on the original.
+    common = vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))
+    own = {k: v for k, v in vars(optimizer).items() if k not in common and not callable(v)}
+    inherited = {key: getattr(optimizer, key) for key in ("defaults", "state", "param_groups")}
+    # Both at once, since they may share objects.
+    inherited, own = copy.deepcopy((inherited, own), memo)
+    made.__setstate__(inherited)
+    vars(made).update(own)
+    for group in made.param_groups:
+        group["lr"] = TRIAL_RATE
+    return made
+
+
+def _run(make: Callable[[], _Trial]) -> _Trial:
+    """Return a trial after its steps; with a closure, if the optimizer fails without one."""
     trial = make()
     try:
         trial.run(lambda optimizer, _: optimizer.step())
@@ -66,26 +153,18 @@ def run_trial(
             trial.run(lambda optimizer, closure: optimizer.step(closure))
         except Exception:
             raise error from None
-    return trial.parameters, trial.optimizer
+    return trial
 
 
+@dataclass
 class _Trial:
-    """Small parameters and their optimizer; see `run_trial` for the arguments."""
+    """Small parameters and their optimizer; see `run_trial`."""
 
-    def __init__(
-        self,
-        optimizer_class: Any,
-        options: dict[str, Any],
-        indices: list[int],
-        gradient_factors: tuple[float, float],
-    ) -> None:
-        values = torch.linspace(-1.0, 1.0, 12), torch.linspace(5.0, 9.0, 12)
-        self._values = [values[index].view(3, 4) for index in indices]
-        self._factors = [(1.0 + index) * gradient_factors[index] for index in indices]
-        self._takes_sparse = issubclass(optimizer_class, SparseAdam)
-        self.parameters = [nn.Parameter(value.clone()) for value in self._values]
-        group = {"params": self.parameters, **copy.deepcopy(options)}
-        self.optimizer: Optimizer = optimizer_class([group], lr=TRIAL_RATE)
+    optimizer: Any
+    parameters: list[nn.Parameter]
+    indices: list[int]
+    gradient_factors: tuple[float, float]
+    takes_sparse: bool
 
     def run(self, step: Callable[[Any, Callable[[], Tensor]], object]) -> None:
         """Make the steps.
@@ -100,11 +179,10 @@ class _Trial:
 
     def _set_gradients(self, number: int) -> Tensor:
         """Set the gradients of a step, and return a loss, as a closure does."""
-        for parameter, value, factor in zip(
-            self.parameters, self._values, self._factors, strict=True
-        ):
+        for index, parameter in zip(self.indices, self.parameters, strict=True):
+            value = _values(index)
             # It depends on the parameter, so that a second evaluation elsewhere counts.
             moved = value + 0.1 * (parameter.detach() - value)
-            gradient = moved * factor * (0.5 + number)
-            parameter.grad = gradient.to_sparse(1) if self._takes_sparse else gradient
+            gradient = moved * (1.0 + index) * (0.5 + number) * self.gradient_factors[index]
+            parameter.grad = gradient.to_sparse(1) if self.takes_sparse else gradient
         return torch.zeros(())

@@ -127,6 +127,43 @@ class SharpnessAwareByParameter(SharpnessAware):
     norm_of_all = False
 
 
+class WithBase(Optimizer):
+    """An optimizer around another one, whose constructor has an argument without a default.
+
+    Args:
+        norm_of_all: Whether gradients are divided by their norm over all parameters.
+    """
+
+    def __init__(self, params: Any, base: type[Optimizer], norm_of_all: bool, **options: Any):
+        super().__init__(params, options)
+        self.base = base(self.param_groups, **options)
+        self.param_groups, self.norm_of_all, self.calls = self.base.param_groups, norm_of_all, []
+
+    def step(self, closure: Any = None) -> None:
+        self.calls.append(1)
+        used = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in used]).norm()
+        for p in used:
+            p.grad /= norm if self.norm_of_all else p.grad.norm()
+        self.base.step(closure)
+
+
+def test_a_copy_of_an_optimizer_is_tried_if_its_class_cannot_be() -> None:
+    # Three parameters in two groups.
+    groups = [{"params": parameters()}, {"params": [nn.Parameter(torch.randn(2))], "lr": 0.2}]
+    optimizer = WithBase(groups, torch.optim.SGD, False, lr=0.0, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook of the original"))
+    before = [p.detach().clone() for g in optimizer.param_groups for p in g["params"]]
+    assert_accepted(optimizer)
+    assert all(map(torch.equal, before, (p for g in optimizer.param_groups for p in g["params"])))
+    assert not optimizer.calls
+    assert not optimizer.base.state
+    assert scheduler.get_last_lr() == [0.0, 0.2]
+    with pytest.raises(ConfigError, match="WithBase computes something over all"):
+        require_separable(WithBase(groups, torch.optim.SGD, True, lr=0.1))
+
+
 def test_an_optimizer_that_calls_a_closure_is_tried_with_one() -> None:
     assert_accepted(SharpnessAwareByParameter(parameters(), lr=0.1))
 
