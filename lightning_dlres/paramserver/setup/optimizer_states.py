@@ -52,7 +52,8 @@ def fill_state(
         directory: Directory of files for states with one value per element of a parameter; None
             for memory.
     """
-    optimizer.state.clear()
+    # Its class may refuse `clear`, which is for other code.
+    dict.clear(optimizer.state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = fetch(key.index for p in parameters for key in keys.by_parameter[p])
     for parameter in parameters:

@@ -8,6 +8,7 @@ as usual.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_dlres._compat import has_foreign_gradient_hooks
 from lightning_dlres.core._compat import accumulated_parameter, version_of
@@ -54,6 +56,27 @@ class _PushedGradient:
         return gradient[:: max(gradient.numel() // _SAMPLE, 1)]
 
 
+class _EmptyState(defaultdict[Any, Any]):
+    """State of an optimizer whose real state is on the servers.
+
+    Code that clears it, to restart momentum, would change nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy is the state of another optimizer.
+        return defaultdict, (dict, dict(self))
+
+    @override
+    def clear(self) -> None:
+        raise UnsupportedStepError(
+            "optimizer.state must stay as it is in fit, since the servers hold it, got a call of "
+            "clear on a rank. Call fit once more, which begins with a new state."
+        )
+
+
 class RemoteUpdates:
     """Hooks that let the servers update the parameters.
 
@@ -89,8 +112,7 @@ class RemoteUpdates:
             if parameter.requires_grad
         ]
         for optimizer in self._optimizers:
-            # The state is on the servers.
-            optimizer.state.clear()
+            optimizer.state = _EmptyState()
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         self._pre_hooks: dict[Optimizer, RemovableHandle] = {}
 
@@ -113,9 +135,11 @@ class RemoteUpdates:
         self._pre_hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and let other code clear the states again."""
         for handle in (*self._handles, *self._pre_hooks.values()):
             handle.remove()
+        for optimizer in self._optimizers:
+            optimizer.state = defaultdict(dict, optimizer.state)
         self._handles.clear()
         self._pre_hooks.clear()
 
@@ -169,7 +193,7 @@ class RemoteUpdates:
             args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
         self._keys.require_known(optimizer)
         self._require_unedited()
-        if any(optimizer.state.values()):
+        if type(optimizer.state) is not _EmptyState or any(optimizer.state.values()):
             raise UnsupportedStepError(
                 "optimizer.state must be empty on a rank, since the servers hold it, got a state "
                 "from other code, such as load_state_dict. Resume with ckpt_path instead."

@@ -337,7 +337,8 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             fill_state(self._keys, inner, self._session.states, self.state_directory)
             return inner.state_dict()
         finally:
-            inner.state.clear()
+            # Other code may not clear it, see `RemoteUpdates`.
+            dict.clear(inner.state)
 
     @override
     def save_checkpoint(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,6 +90,24 @@ class LoadedState(Callback):
             trainer.optimizers[0].load_state_dict(state)
 
 
+class ClearedState(Callback):
+    """Momentum begins anew in training.
+
+    Args:
+        replaces: Whether the state is replaced, and not cleared.
+    """
+
+    def __init__(self, replaces: bool) -> None:
+        self._replaces = replaces
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step == 2:
+            if self._replaces:
+                trainer.optimizers[0].state = defaultdict(dict)
+            else:
+                trainer.optimizers[0].state.clear()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -110,6 +130,8 @@ def test_late_changes_count_as_in_plain_training(pool: RankPool, arguments: dict
     [
         (NewOptimizer, "optimizers must stay those of the start of fit, got another SGD"),
         (LoadedState, "optimizer.state must be empty on a rank"),
+        (partial(ClearedState, True), "optimizer.state must be empty on a rank"),
+        (partial(ClearedState, False), "optimizer.state must stay as it is in fit"),
     ],
 )
 def test_what_would_be_lost_is_an_error(pool: RankPool, callback: Any, message: str) -> None:
