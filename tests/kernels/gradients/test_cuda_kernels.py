@@ -31,17 +31,14 @@ from lightning_dlres.kernels import zvc
 NAMES = ("onebit", "tbq", "tbq0.5", "int8", "qsgd2", "qsgd4", "qsgd8", "terngrad", "dgc")
 FEW_CASES = [
     *(f"{name},0,0," for name in NAMES),
-    "onebit,4097,-3,nan",
     "onebit,70,0,large",
     "tbq,300,1,zero",
     "tbq0.5,1,-2,inf",
     "int8,1,2,",
     "int8,33,0,tiny+inf",
     "int8,33,0,largest",
-    "qsgd4,270,0,nan",
     "qsgd8,100,3,tiny",
     "qsgd8,40,0,largest",
-    "terngrad,600,0,",
     "dgc,50,1,nan",
 ]
 SIZES = (0, 1, 31, 32, 33, 255, 256, 257, 4095, 4096, 4097, 8193)
