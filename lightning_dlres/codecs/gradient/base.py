@@ -133,10 +133,15 @@ class GradientCodec(Codec):
         """Encode a tensor without a residual; see `Codec.encode`.
 
         Raises:
-            ConfigError: If the tensor is sparse or has no floating-point dtype, or `out` is too
-                small.
+            ConfigError: If the tensor is sparse, has no values or no floating-point dtype, or `out`
+                is too small.
         """
         require_dense(tensor)
+        if tensor.is_meta:
+            raise ConfigError(
+                f"tensor must have values for codec {self.name!r}, got one on the meta device. "
+                "Move its module with to_empty() and initialise it first."
+            )
         if not tensor.dtype.is_floating_point:
             raise ConfigError(
                 f"tensor must have a floating-point dtype for codec {self.name!r}, got "

@@ -309,6 +309,9 @@ def test_bad_payloads_and_tensors_are_refused() -> None:
     short = Encoded(**{**vars(encoded), "used": 4})
     with pytest.raises(ProtocolError, match="data of codec 'onebit' must have 24 bytes for 100"):
         decode(short)
+    for codec in (OneBit(), Float16()):
+        with pytest.raises(ConfigError, match=r"tensor must have values .* got one on the meta"):
+            codec.encode(torch.empty(4, device="meta"))
     with pytest.raises(ConfigError, match="tensor must have a floating-point dtype"):
         OneBit().encode(torch.arange(4))
     with pytest.raises(ConfigError, match="tensor must be strided and not quantized"):
