@@ -39,6 +39,20 @@ class SettingsSnapshot(NamedTuple):
     buffers: list[dict[str, Tensor | None]]
 
 
+class ModesAndHooks(NamedTuple):
+    """What decides how layers run beside their settings, at one point in time.
+
+    Attributes:
+        modes: Whether each module is in training mode.
+        hooks: Name of each module that has hooks, and its hooks.
+        forwards: The forward that other code has given to each module; None for that of its class.
+    """
+
+    modes: list[bool]
+    hooks: list[tuple[Any, ...]]
+    forwards: list[Any]
+
+
 class LayerSettings:
     """Reader of a model's settings, which can also put them back.
 
@@ -63,6 +77,40 @@ class LayerSettings:
             for path, module in root.named_modules()
             if module in layer_modules
         ]
+        # Torch keeps the hooks of a module in dicts, which stay the same objects.
+        self._hooks = [
+            (module.path, hooks)
+            for module in self._modules
+            for name, hooks in vars(module.module).items()
+            if name.endswith("_hooks") and isinstance(hooks, dict)
+        ]
+
+    def modes_and_hooks(self) -> ModesAndHooks:
+        """Return the mode, hooks and forward of each module, now."""
+        modes = [module.module.training for module in self._modules]
+        hooks = [(path, *hooks.values()) for path, hooks in self._hooks if hooks]
+        forwards = [vars(module.module).get("forward") for module in self._modules]
+        return ModesAndHooks(modes, hooks, forwards)
+
+    def change_before_call(
+        self, settings: SettingsSnapshot, modes_and_hooks: ModesAndHooks
+    ) -> str | None:
+        """Return an error message that names a change until the layers are called; None without.
+
+        Changed settings are put back. Others would be the caller's to put back after the call.
+        """
+        error = self.restore(settings)
+        modes, hooks, forwards = self.modes_and_hooks()
+        if modes != modes_and_hooks.modes:
+            pairs = zip(self._modules, modes, modes_and_hooks.modes, strict=True)
+            path = next(module.path for module, now, before in pairs if now is not before)
+            error = error or _change_error(f"the mode (train or eval) of the layer {path!r}")
+        if hooks != modes_and_hooks.hooks:
+            path = min({one[0] for one in set(hooks) ^ set(modes_and_hooks.hooks)}, default="")
+            error = error or _change_error(f"the hooks of the layer {path!r} before its call")
+        if not are_identical(forwards, modes_and_hooks.forwards):
+            error = error or _change_error("the forward of a layer before its call")
+        return error
 
     def snapshot(self) -> SettingsSnapshot:
         """Return all settings now."""

@@ -34,6 +34,7 @@ from lightning_dlres.pipeline.capture.segment_state import OpenStep
 from lightning_dlres.pipeline.capture.tracing.capturing import capture
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.microbatch import output_of
+from lightning_dlres.pipeline.stage.module_attributes import are_identical
 from lightning_dlres.pipeline.stage.stage import Chain, Layer
 from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import (
     forwards_replaced,
@@ -168,6 +169,7 @@ class PipelinedModule:
         Args:
             handler: Function described at `Handler`.
         """
+        self._require_members()
         targets = list(self.module) if isinstance(self.module, nn.ModuleList) else [self.module]
         attribute = _forward_attribute(self.module)
 
@@ -188,12 +190,15 @@ class PipelinedModule:
         """Call the module of a layer; for a training step only, see `PipelinedStep`."""
         raise NotImplementedError
 
-    def inputs_of(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Tree | Returned:
+    def inputs_of(
+        self, step: Callable[..., Any], args: tuple[Any, ...], check: Callable[[], None]
+    ) -> Tree | Returned:
         """Run a step up to the module's call; return the call's inputs.
 
         Args:
             step: The training step.
             args: Its arguments.
+            check: Called at the module's call; it may raise.
 
         Returns:
             The inputs, as one tree; `Returned` if the step returns None without a call.
@@ -206,6 +211,7 @@ class PipelinedModule:
 
         def stop(inputs: Tree, layer: int | None = None) -> Tree:
             self._require_modes(modes)
+            check()
             raise _StopAtCall(inputs)
 
         try:
@@ -274,6 +280,19 @@ class PipelinedModule:
         if not num_calls and result is not None:
             raise self._wrong_number_of_calls(0)
         return result
+
+    def _require_members(self) -> None:
+        """Raise if members of a list have come, gone or been replaced since the run began."""
+        if not isinstance(self.module, nn.Sequential | nn.ModuleList):
+            return
+        if has_several_layers(self.module) and not are_identical(
+            list(self.module), self.layers.modules
+        ):
+            raise UnsupportedStepError(
+                f"The layers of {self.path!r} must stay those of the start of the run, since each "
+                f"rank holds its part of them, got other layers, {len(self.module)} in all. Add "
+                "or replace layers before the run, and switch them off by an attribute."
+            )
 
     def _require_modes(self, expected: _CallModes) -> None:
         """Raise if the module is called in another mode than that of the step's start.

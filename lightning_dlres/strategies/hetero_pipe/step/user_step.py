@@ -21,6 +21,7 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.nested import tensors_in
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.capture.crossing import Returned
+from lightning_dlres.pipeline.execute.layer_settings import SettingsSnapshot
 from lightning_dlres.pipeline.execute.runtime import SKIPPED
 from lightning_dlres.pipeline.stage.microbatch import cut_batch
 from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord
@@ -111,9 +112,10 @@ class LightningStep:
                 the call, or changes a setting of a layer.
         """
         pipelined, step = self.context.pipelined, self.context.module.training_step
-        with self.undone(), self._layer_settings_restored():
+        with self.undone(), self._layer_settings_restored() as before:
             with self._user_code(self._guard(PipelinedWeightGuard)):
-                inputs = pipelined.inputs_of(step, self._batch_args())
+                check = self._check_at_call(before)
+                inputs = pipelined.inputs_of(step, self._batch_args(), check)
         if isinstance(inputs, Returned):
             return SKIPPED
         self._refuse_gradients_past_pipeline(tensors_of(inputs))
@@ -242,9 +244,28 @@ class LightningStep:
             raise UnsupportedStepError("training_step returned None, which shows no loss")
         return loss, run.logs
 
+    def _check_at_call(self, before: SettingsSnapshot) -> Callable[[], None]:
+        """Return a check, made when the step calls the module, that no layer has changed before.
+
+        The step may put a change back after the call, but other ranks run the layers without it.
+
+        Args:
+            before: The settings at the start of the step.
+        """
+        settings, hooks = self.context.settings, self.context.settings.modes_and_hooks()
+
+        def check() -> None:
+            error = None if self.is_trial else settings.change_before_call(before, hooks)
+            if error is not None:
+                raise UnsupportedStepError(error)
+
+        return check
+
     @contextmanager
-    def _layer_settings_restored(self) -> Iterator[None]:
+    def _layer_settings_restored(self) -> Iterator[SettingsSnapshot]:
         """Context manager that undoes changes of the layers' settings, and refuses them.
+
+        It yields the settings.
 
         In a real step all ranks take part, and all of them get the error. A trial does not refuse:
         it may run on one rank only, and its error would leave the others waiting.
@@ -252,7 +273,7 @@ class LightningStep:
         settings = self.context.settings
         before = settings.snapshot()
         try:
-            yield
+            yield before
         finally:
             error = settings.restore(before)
         if error is not None and not self.is_trial:
