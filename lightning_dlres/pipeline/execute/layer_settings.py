@@ -90,6 +90,8 @@ class LayerSettings:
         modes = [module.module.training for module in self._modules]
         hooks = [(path, *hooks.values()) for path, hooks in self._hooks if hooks]
         forwards = [vars(module.module).get("forward") for module in self._modules]
+        # The pipeline's own replacement of a forward, which is no change, knows what is below it.
+        forwards = [getattr(forward, "user_forward", forward) for forward in forwards]
         return ModesAndHooks(modes, hooks, forwards)
 
     def change_before_call(
