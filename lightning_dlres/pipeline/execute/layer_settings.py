@@ -39,8 +39,8 @@ class SettingsSnapshot(NamedTuple):
     buffers: list[dict[str, Tensor | None]]
 
 
-class ModesAndHooks(NamedTuple):
-    """What decides how layers run beside their settings, at one point in time.
+class LayerBehaviour(NamedTuple):
+    """Modes, hooks and forwards of the layers' modules at one point in time.
 
     Attributes:
         modes: Whether each module is in training mode.
@@ -85,32 +85,30 @@ class LayerSettings:
             if name.endswith("_hooks") and isinstance(hooks, dict)
         ]
 
-    def modes_and_hooks(self) -> ModesAndHooks:
+    def behaviour(self) -> LayerBehaviour:
         """Return the mode, hooks and forward of each module, now."""
         modes = [module.module.training for module in self._modules]
         hooks = [(path, *hooks.values()) for path, hooks in self._hooks if hooks]
         forwards = [vars(module.module).get("forward") for module in self._modules]
         # The pipeline's own replacement of a forward, which is no change, knows what is below it.
         forwards = [getattr(forward, "user_forward", forward) for forward in forwards]
-        return ModesAndHooks(modes, hooks, forwards)
+        return LayerBehaviour(modes, hooks, forwards)
 
-    def change_before_call(
-        self, settings: SettingsSnapshot, modes_and_hooks: ModesAndHooks
-    ) -> str | None:
+    def change_before_call(self, settings: SettingsSnapshot, before: LayerBehaviour) -> str | None:
         """Return an error message that names a change until the layers are called; None without.
 
         Changed settings are put back. Others would be the caller's to put back after the call.
         """
         error = self.restore(settings)
-        modes, hooks, forwards = self.modes_and_hooks()
-        if modes != modes_and_hooks.modes:
-            pairs = zip(self._modules, modes, modes_and_hooks.modes, strict=True)
-            path = next(module.path for module, now, before in pairs if now is not before)
+        modes, hooks, forwards = self.behaviour()
+        if modes != before.modes:
+            pairs = zip(self._modules, modes, before.modes, strict=True)
+            path = next(module.path for module, now, then in pairs if now is not then)
             error = error or _change_error(f"the mode (train or eval) of the layer {path!r}")
-        if hooks != modes_and_hooks.hooks:
-            path = min({one[0] for one in set(hooks) ^ set(modes_and_hooks.hooks)}, default="")
+        if hooks != before.hooks:
+            path = min({one[0] for one in set(hooks) ^ set(before.hooks)}, default="")
             error = error or _change_error(f"the hooks of the layer {path!r} before its call")
-        if not are_identical(forwards, modes_and_hooks.forwards):
+        if not are_identical(forwards, before.forwards):
             error = error or _change_error("the forward of a layer before its call")
         return error
 

@@ -125,8 +125,8 @@ def _copied(optimizer: Optimizer, small: Mapping[nn.Parameter, nn.Parameter]) ->
     made = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(parameter): other for parameter, other in small.items()}
     memo[id(optimizer)], memo[id(optimizer.state)] = made, defaultdict(dict)
-    # What every optimizer has, its hooks among them, is made anew. A function, such as a step that
-    # a scheduler has wrapped, would act on the original.
+    # Attributes that every optimizer has, its hooks among them, are made anew. A function, such as
+    # a step that a scheduler has wrapped, would act on the original.
     common = vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))
     own = {k: v for k, v in vars(optimizer).items() if k not in common and not callable(v)}
     inherited = {key: getattr(optimizer, key) for key in ("defaults", "state", "param_groups")}

@@ -252,10 +252,10 @@ class LightningStep:
         Args:
             before: The settings at the start of the step.
         """
-        settings, hooks = self.context.settings, self.context.settings.modes_and_hooks()
+        settings, behaviour = self.context.settings, self.context.settings.behaviour()
 
         def check() -> None:
-            error = None if self.is_trial else settings.change_before_call(before, hooks)
+            error = None if self.is_trial else settings.change_before_call(before, behaviour)
             if error is not None:
                 raise UnsupportedStepError(error)
 

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from lightning_dlres import PeerLostError, UnsupportedStepError
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (
-    QUICK,
     Case,
     Classifier,
     batches,
@@ -23,7 +22,7 @@ from tests.support.training_cases import (
     trainer_for,
 )
 
-OPTIONS = {"plan": None, "profile": QUICK}
+OPTIONS: dict[str, Any] = {"plan": None}
 
 
 class LinearProbe(Classifier):

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from lightning_dlres import PeerLostError, UnsupportedStepError
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (
-    QUICK,
     Case,
     Classifier,
     batches,
@@ -21,7 +20,7 @@ from tests.support.training_cases import (
     trainer_for,
 )
 
-OPTIONS = {"plan": None, "profile": QUICK}
+OPTIONS: dict[str, Any] = {"plan": None}
 
 
 class ChangesLayers(Classifier):
