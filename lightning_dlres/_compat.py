@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
+from torch.utils import _python_dispatch
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
@@ -309,3 +310,19 @@ def replace_default_group(replace: Callable[[Any], Any]) -> Callable[[], None]:
         distributed_c10d._get_default_group = original
 
     return undo
+
+
+def function_modes() -> list[Any]:
+    """Return the modes for torch functions and operations, and the innermost saved-tensor hook.
+
+    Those of torch's activation checkpoints and `save_on_cpu` are left out: they keep all values.
+    torch has no public names for the modes and hooks in force.
+    """
+    saved = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    modes = [
+        *torch.overrides._get_current_function_mode_stack(),
+        *_python_dispatch._get_current_dispatch_mode_stack(),
+        *(saved or ())[:1],
+    ]
+    harmless = ("torch.utils.checkpoint", "torch.autograd.graph")
+    return [mode for mode in modes if getattr(mode, "__module__", "") not in harmless]

@@ -139,10 +139,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def torch_function_disabled() -> AbstractContextManager[Any]:
-    """Context manager in which torch does not call `__torch_function__` of tensor subclasses.
-
-    torch's own subclasses use it, but it has no public name.
-    """
+    """Context manager without `__torch_function__` of tensor subclasses; it has no public name."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -417,6 +414,11 @@ def registered_buffers(module: nn.Module) -> tuple[dict[str, Tensor | None], set
     much longer. Both containers are the module's own: they can be written to.
     """
     return module._buffers, module._non_persistent_buffers_set
+
+
+def registered_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of a module by name; `named_parameters` takes much longer."""
+    return module._parameters
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

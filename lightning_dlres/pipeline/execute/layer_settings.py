@@ -1,7 +1,8 @@
 """Settings that a training step must not change.
 
 These are `requires_grad` of parameters, and attributes of layers: numbers, strings, flags and
-tensors. Tensors are compared by identity: in-place changes are not seen.
+tensors. Tensors are compared by identity: of in-place changes, only those of buffers before the
+layers' call are seen.
 
 A rank runs only a part of the step: up to the module's call, from the call on, or nothing. So a
 change in the step would happen on some ranks only, or after the rank's layers have run. Hooks
@@ -10,6 +11,7 @@ may change settings, because they run on all ranks.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +19,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_dlres.core._compat import registered_buffers, torch_function_disabled
+from lightning_dlres.core._compat import (
+    registered_buffers,
+    registered_parameters,
+    torch_function_disabled,
+    version_of,
+)
 from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES, are_identical
 
 _PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
@@ -39,18 +46,32 @@ class SettingsSnapshot(NamedTuple):
     buffers: list[dict[str, Tensor | None]]
 
 
-class LayerBehaviour(NamedTuple):
-    """Modes, hooks and forwards of the layers' modules at one point in time.
+class LayerCode(NamedTuple):
+    """What runs in a call of the pipelined modules, beside their classes, at one point in time.
 
     Attributes:
-        modes: Whether each module is in training mode.
         hooks: Name of each module that has hooks, and its hooks.
         forwards: The forward that other code has given to each module; None for that of its class.
     """
 
-    modes: list[bool]
     hooks: list[tuple[Any, ...]]
     forwards: list[Any]
+
+
+class LayerBehaviour(NamedTuple):
+    """All that a call of the pipelined modules depends on beside settings, at one point in time.
+
+    Attributes:
+        code: Hooks and forwards.
+        modes: Whether each module is in training mode.
+        weights: What the modules have as their parameters.
+        buffers: Buffers of the layers, and how often each has changed.
+    """
+
+    code: LayerCode
+    modes: list[bool]
+    weights: list[Any]
+    buffers: list[tuple[str, int]]
 
 
 class LayerSettings:
@@ -61,6 +82,8 @@ class LayerSettings:
         layers: Layers of the pipeline. Attributes of their modules are settings.
         shared: Modules that `training_step` may call itself. If layers have them, too, only their
             numbers, strings and flags are settings: a forward may replace tensors.
+        around: Modules of the pipelined module outside of the layers, by name. Their modes, hooks
+            and forwards count, too.
     """
 
     def __init__(
@@ -68,6 +91,7 @@ class LayerSettings:
         root: nn.Module,
         layers: Iterable[nn.Module],
         shared: Iterable[nn.Module] = (),
+        around: Iterable[tuple[str, nn.Module]] = (),
     ) -> None:
         layer_modules = {module for layer in layers for module in layer.modules()}
         tensor_owners = layer_modules.difference(shared)
@@ -77,45 +101,96 @@ class LayerSettings:
             for path, module in root.named_modules()
             if module in layer_modules
         ]
-        # Torch keeps the hooks of a module in dicts, which stay the same objects.
+        called = [(module.path, module.module) for module in self._modules]
+        called += [(path, module) for path, module in around if module not in layer_modules]
+        self._called = [path for path, _ in called]
+        # Every step reads all modules. A module keeps the dicts of its attributes, hooks and
+        # tensors, so they are looked up only once.
+        self._namespaces = [vars(module) for _, module in called]
         self._hooks = [
-            (module.path, hooks)
-            for module in self._modules
-            for name, hooks in vars(module.module).items()
+            (path, hooks)
+            for path, namespace in zip(self._called, self._namespaces, strict=True)
+            for name, hooks in namespace.items()
             if name.endswith("_hooks") and isinstance(hooks, dict)
         ]
+        self._weight_dicts = [registered_parameters(module) for _, module in called]
+        self._buffer_dicts = [module.current_buffers() for module in self._modules]
+        self._weights = self._current_weights()
 
     def behaviour(self) -> LayerBehaviour:
-        """Return the mode, hooks and forward of each module, now."""
-        modes = [module.module.training for module in self._modules]
+        """Return the mode, hooks, forward and weights of each module, now."""
+        modes = [namespace["training"] for namespace in self._namespaces]
+        buffers = [
+            (f"{module.path}.{name}", version_of(buffer))
+            for module, buffers in zip(self._modules, self._buffer_dicts, strict=True)
+            for name, buffer in buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        ]
+        return LayerBehaviour(self.code(), modes, self._current_weights(), buffers)
+
+    def code(self) -> LayerCode:
+        """Return the hooks and forward of each module, now."""
         hooks = [(path, *hooks.values()) for path, hooks in self._hooks if hooks]
-        forwards = [vars(module.module).get("forward") for module in self._modules]
+        forwards = [namespace.get("forward") for namespace in self._namespaces]
         # The pipeline's own replacement of a forward, which is no change, knows what is below it.
-        forwards = [getattr(forward, "user_forward", forward) for forward in forwards]
-        return LayerBehaviour(modes, hooks, forwards)
+        return LayerCode(hooks, [getattr(one, "user_forward", one) for one in forwards])
+
+    def replaced_weight(self) -> str | None:
+        """Return an error message if a layer has other parameters than at the start of the run."""
+        now = self._current_weights()
+        if are_identical(now, self._weights):
+            return None
+        known = set(self._weights)
+        names = [
+            f"{path}.{name}"
+            for path, weights in zip(self._called, self._weight_dicts, strict=True)
+            for name, weight in weights.items()
+            if weight not in known
+        ]
+        got = f"another object for {names[0]!r}" if names else f"{len(now)} of {len(known)}"
+        return (
+            "Parameters of layers must stay the objects of the start of the run, which the "
+            f"optimizer has, got {got}. Give it new values in place: parameter.copy_(...) under "
+            "torch.no_grad()."
+        )
 
     def change_before_call(self, settings: SettingsSnapshot, before: LayerBehaviour) -> str | None:
         """Return an error message that names a change until the layers are called; None without.
 
         Changed settings are put back. Others would be the caller's to put back after the call.
         """
-        error = self.restore(settings)
-        modes, hooks, forwards = self.behaviour()
-        if modes != before.modes:
-            pairs = zip(self._modules, modes, before.modes, strict=True)
-            path = next(module.path for module, now, then in pairs if now is not then)
-            error = error or _change_error(f"the mode (train or eval) of the layer {path!r}")
-        if hooks != before.hooks:
-            path = min({one[0] for one in set(hooks) ^ set(before.hooks)}, default="")
-            error = error or _change_error(f"the hooks of the layer {path!r} before its call")
-        if not are_identical(forwards, before.forwards):
-            error = error or _change_error("the forward of a layer before its call")
-        return error
+        error, now = self.restore(settings), self.behaviour()
+        if now.modes != before.modes:
+            pairs = zip(self._called, now.modes, before.modes, strict=True)
+            path = next(path for path, mode, then in pairs if mode is not then)
+            error = error or change_error(f"the mode (train or eval) of the layer {path!r}")
+        if not are_identical(now.weights, before.weights):
+            error = error or change_error("the parameters of a layer before its call")
+        if now.buffers != before.buffers:
+            path = min({one[0] for one in set(now.buffers) ^ set(before.buffers)})
+            error = error or change_error(f"the buffer {path!r} before the call of its layer")
+        return error or self.change_of_code(before.code)
+
+    def change_of_code(self, before: LayerCode) -> str | None:
+        """Return an error message that names a change of hooks or forwards; None without."""
+        now = self.code()
+        if now.hooks != before.hooks:
+            path = min({one[0] for one in set(now.hooks) ^ set(before.hooks)}, default="")
+            return change_error(f"the hooks of the layer {path!r}")
+        if not are_identical(now.forwards, before.forwards):
+            return change_error("the forward of a layer")
+        return None
+
+    def _layer_namespaces(self) -> list[dict[str, Any]]:
+        return self._namespaces[: len(self._modules)]
+
+    def _current_weights(self) -> list[Any]:
+        return [*chain.from_iterable(weights.values() for weights in self._weight_dicts)]
 
     def snapshot(self) -> SettingsSnapshot:
         """Return all settings now."""
-        attributes = [dict(vars(module.module)) for module in self._modules]
-        buffers = [dict(module.current_buffers()) for module in self._modules]
+        attributes = [dict(namespace) for namespace in self._layer_namespaces()]
+        buffers = [dict(buffers) for buffers in self._buffer_dicts]
         return SettingsSnapshot(self.trainable(), attributes, buffers)
 
     def restore(self, before: SettingsSnapshot) -> str | None:
@@ -126,13 +201,13 @@ class LayerSettings:
         error = self.restore_trainable(before.trainable)
         # Steps hardly ever change a layer, and every step looks at all modules. So the common case
         # takes as few operations as possible.
-        namespaces = [vars(module.module) for module in self._modules]
-        buffers = [module.current_buffers() for module in self._modules]
-        if _hold_same(namespaces, before.attributes) and _hold_same(buffers, before.buffers):
+        if _hold_same(self._layer_namespaces(), before.attributes) and _hold_same(
+            self._buffer_dicts, before.buffers
+        ):
             return error
         for module, *old in zip(self._modules, before.attributes, before.buffers, strict=True):
             for name in sorted(module.restore(*old)):
-                error = error or _change_error(f"{name!r} of the layer {module.path!r}")
+                error = error or change_error(f"{name!r} of the layer {module.path!r}")
         return error
 
     def trainable(self) -> list[bool]:
@@ -151,7 +226,7 @@ class LayerSettings:
         for (name, parameter), before, is_trainable in columns:
             if is_trainable is not before:
                 parameter.requires_grad_(before)
-                error = error or _change_error(f"requires_grad of the parameter {name!r}")
+                error = error or change_error(f"requires_grad of the parameter {name!r}")
         return error
 
 
@@ -214,16 +289,18 @@ def _hold_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -
     """
     if list(map(len, a)) != list(map(len, b)):
         return False
-    names = ([*chain.from_iterable(mappings)] for mappings in (a, b))
-    values = ([*chain.from_iterable(m.values() for m in mappings)] for mappings in (a, b))
-    return are_identical(*names) and are_identical(*values)
+    # Equal lengths let the items of all mappings be compared at once.
+    values = (chain.from_iterable(m.values() for m in mappings) for mappings in (a, b))
+    same_names = all(map(operator.is_, chain.from_iterable(a), chain.from_iterable(b)))
+    return same_names and all(map(operator.is_, *values))
 
 
 def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN_TYPES
 
 
-def _change_error(setting: str) -> str:
+def change_error(setting: str) -> str:
+    """Return an error message that names something that a training step has changed."""
     return (
         f"training_step must not change {setting}: a rank runs only a part of the step, so that "
         "the change would come too late on some ranks. Change it in a hook such as "

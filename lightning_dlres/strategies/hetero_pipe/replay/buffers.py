@@ -17,7 +17,7 @@ says how the receiver makes the buffer:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -134,6 +134,16 @@ class NonPipelinedBuffers:
             if name not in before or not is_shared_alike or not state.equals(before[name]):
                 changes[name] = self._change(name, state, firsts)
         return changes
+
+    def changed_in(self, modules: Collection[nn.Module], before: Buffers) -> list[str]:
+        """Return the names of some modules' buffers that have changed since the snapshot."""
+        now = self.snapshot()
+        names = [name for name in before | now if self._place(name)[0] in modules]
+        return [
+            name
+            for name in names
+            if not (name in before and name in now and now[name].equals(before[name]))
+        ]
 
     def restore(self, before: Buffers) -> None:
         """Put the buffers of a snapshot back, and remove all others."""

@@ -7,7 +7,7 @@ are not copied: a step that changes one is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -51,6 +51,10 @@ class NonPipelinedFrozenParameters:
             if parameter not in copies:
                 copies[parameter] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
             setattr(module, key, copies[parameter])
+
+    def changed_in(self, modules: Collection[nn.Module]) -> list[str]:
+        """Return the names of some modules' parameters that have changed since `isolate`."""
+        return [name for name in self.diff() if self._places[name][0] in modules]
 
     def diff(self) -> dict[str, Tree]:
         """Return the new values of parameters that have changed since `isolate`, by name.

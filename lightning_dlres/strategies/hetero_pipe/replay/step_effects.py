@@ -20,7 +20,7 @@ rules are:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_dlres.core import rng
 from lightning_dlres.core.wire.tree import Tree
@@ -200,10 +201,16 @@ class StepEffects:
             yield IsolatedRun(state, logs, logger_calls, output)
 
     @contextmanager
-    def undone(self, old_layer_tensors: LayerTensors) -> Iterator[None]:
-        """Context manager for one run that also restores the metrics."""
-        with self._metrics.isolated(), self.isolated(old_layer_tensors):
-            yield
+    def undone(self, old_layer_tensors: LayerTensors) -> Iterator[IsolatedRun]:
+        """Context manager for one run that also restores the metrics; it yields the run."""
+        with self._metrics.isolated(), self.isolated(old_layer_tensors) as run:
+            yield run
+
+    def tensors_changed_in(self, modules: Collection[nn.Module]) -> list[str]:
+        """Return the names of the buffers and frozen parameters of some modules outside of the
+        layers that the current run has changed so far."""
+        changed = self._buffers.changed_in(modules, self._buffers_before)
+        return [*changed, *self._parameters.changed_in(modules)]
 
     def collect(self, run: IsolatedRun) -> None:
         """Keep the side effects of a run. Called inside `isolated`, whose end undoes them."""

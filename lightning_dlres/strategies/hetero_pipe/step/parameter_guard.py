@@ -26,7 +26,7 @@ from lightning_dlres.strategies.hetero_pipe.step.gradient_reads import Gradients
 # Operations that read metadata of a tensor, such as its shape, and not its values.
 VALUE_FREE_OPERATIONS = {
     *("__get__", "__set__", "__delete__", "__hash__", "__repr__", "__format__"),
-    *("size", "dim", "ndimension"),
+    *("size", "dim", "ndimension", "is_inference"),
     *("numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex"),
     *("get_device", "register_hook", "requires_grad_", "is_contiguous"),
 }

@@ -21,13 +21,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core import _compat
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, tensors_of
-from lightning_dlres.pipeline.capture.block_calls import checkpoint_around
 from lightning_dlres.pipeline.capture.captured import CapturedModule
 from lightning_dlres.pipeline.capture.crossing import Returned
 from lightning_dlres.pipeline.capture.segment_state import OpenStep
@@ -36,6 +34,7 @@ from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.microbatch import output_of
 from lightning_dlres.pipeline.stage.module_attributes import are_identical
 from lightning_dlres.pipeline.stage.stage import Chain, Layer
+from lightning_dlres.strategies.hetero_pipe.calls.modes import CallModes
 from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import (
     forwards_replaced,
     original_forward,
@@ -207,7 +206,7 @@ class PipelinedModule:
             UnsupportedStepError: If the step returns something else without a call.
         """
 
-        modes = _CallModes()
+        modes = CallModes.now()
 
         def stop(inputs: Tree, layer: int | None = None) -> Tree:
             self._require_modes(modes)
@@ -263,7 +262,7 @@ class PipelinedModule:
         answer: Callable[[Tree], Tree],
         record_call: RecordCall,
     ) -> Any:
-        num_calls, modes = 0, _CallModes()
+        num_calls, modes = 0, CallModes.now()
 
         def handle(inputs: Tree, layer: int | None = None) -> Tree:
             nonlocal num_calls
@@ -294,37 +293,10 @@ class PipelinedModule:
                 "or replace layers before the run, and switch them off by an attribute."
             )
 
-    def _require_modes(self, expected: _CallModes) -> None:
-        """Raise if the module is called in another mode than that of the step's start.
-
-        Other ranks run its layers in that mode.
-        """
+    def _require_modes(self, expected: CallModes) -> None:
+        """Raise if the module is called in another mode than that of the step's start."""
         step = f"{type(self.layers.root).__name__}.training_step"
-        modes = _CallModes()
-        if _compat.is_transforming():
-            raise UnsupportedStepError(
-                f"{step} must call {self.path!r} outside of transforms of torch.func, got a call "
-                "within one, such as vmap or grad. Enter it in the forward of a layer, or train "
-                "on a single device: Trainer(devices=1)."
-            )
-        if modes.autocast != expected.autocast:
-            raise UnsupportedStepError(
-                f"{step} must call {self.path!r} in the precision of the Trainer, since other "
-                "ranks run its layers in that, got a call within another torch.autocast. Enter it "
-                "in the forward of a layer instead."
-            )
-        if modes.records_gradients == expected.records_gradients:
-            return
-        if checkpoint_around(PipelinedModule._answered.__code__) == "reentrant":
-            raise UnsupportedStepError(
-                f"{step} must call {self.path!r} where gradients are recorded, got a call within "
-                "an activation checkpoint with use_reentrant=True. Set use_reentrant=False."
-            )
-        raise UnsupportedStepError(
-            f"{step} must call {self.path!r} where gradients are recorded, since other ranks train "
-            "its layers, got a call within torch.no_grad() or the like. Cut the step instead, "
-            "where some modules may be called so: HeteroPipeStrategy(module='training_step')."
-        )
+        expected.require_unchanged(step, self.path, PipelinedModule._answered.__code__)
 
     def _wrong_number_of_calls(self, num_calls: int) -> UnsupportedStepError:
         if num_calls:
@@ -336,22 +308,6 @@ class PipelinedModule:
             f"{type(self.layers.root).__name__}.training_step must call {self.path!r}, the "
             f"pipelined module, exactly once in every step, got {got}. {fix}"
         )
-
-
-class _CallModes:
-    """Modes of torch in which a call is made.
-
-    Attributes:
-        autocast: For each kind of device, whether autocast is on, and its dtype.
-        records_gradients: Whether autograd records operations.
-    """
-
-    def __init__(self) -> None:
-        self.autocast = [
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-        ]
-        self.records_gradients = torch.is_grad_enabled()
 
 
 def _forward_attribute(module: nn.Module) -> str:

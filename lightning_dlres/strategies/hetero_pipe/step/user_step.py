@@ -25,7 +25,7 @@ from lightning_dlres.pipeline.execute.layer_settings import SettingsSnapshot
 from lightning_dlres.pipeline.execute.runtime import SKIPPED
 from lightning_dlres.pipeline.stage.microbatch import cut_batch
 from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord
-from lightning_dlres.strategies.hetero_pipe.replay.step_effects import StepEffects
+from lightning_dlres.strategies.hetero_pipe.replay.step_effects import IsolatedRun, StepEffects
 from lightning_dlres.strategies.hetero_pipe.step.normalisers import NormaliserRecorder
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import (
     LayerTensorGuard,
@@ -88,6 +88,9 @@ class LightningStep:
 
     def __post_init__(self) -> None:
         context = self.context
+        error = context.settings.replaced_weight()
+        if error is not None:
+            raise UnsupportedStepError(error)
         context.begin_step(self.args)
         self._rewind_random_state = context.rewind_random_state
         # New metrics must be known before the effects take a snapshot of all.
@@ -112,9 +115,10 @@ class LightningStep:
                 the call, or changes a setting of a layer.
         """
         pipelined, step = self.context.pipelined, self.context.module.training_step
-        with self.undone(), self._layer_settings_restored() as before:
+        layer_tensors = self.context.layer_tensors
+        with self.effects.undone(layer_tensors) as run, self._layer_settings_restored() as before:
             with self._user_code(self._guard(PipelinedWeightGuard)):
-                check = self._check_at_call(before)
+                check = self._check_at_call(before, run)
                 inputs = pipelined.inputs_of(step, self._batch_args(), check)
         if isinstance(inputs, Returned):
             return SKIPPED
@@ -244,18 +248,24 @@ class LightningStep:
             raise UnsupportedStepError("training_step returned None, which shows no loss")
         return loss, run.logs
 
-    def _check_at_call(self, before: SettingsSnapshot) -> Callable[[], None]:
-        """Return a check, made when the step calls the module, that no layer has changed before.
+    def _check_at_call(self, before: SettingsSnapshot, run: IsolatedRun) -> Callable[[], None]:
+        """Return a check, made when the step calls the module, that nothing has changed before that
+        the module reads.
 
         The step may put a change back after the call, but other ranks run the layers without it.
 
         Args:
             before: The settings at the start of the step.
+            run: The run of the step.
         """
-        settings, behaviour = self.context.settings, self.context.settings.behaviour()
+        settings, state = self.context.settings, self.context.state_of_call()
+        if self.is_trial or state is None:
+            return lambda: None
+        behaviour, others = settings.behaviour(), state.begin()
 
         def check() -> None:
-            error = None if self.is_trial else settings.change_before_call(before, behaviour)
+            error = settings.change_before_call(before, behaviour)
+            error = error or state.change(others, self.effects, run)
             if error is not None:
                 raise UnsupportedStepError(error)
 
@@ -263,7 +273,8 @@ class LightningStep:
 
     @contextmanager
     def _layer_settings_restored(self) -> Iterator[SettingsSnapshot]:
-        """Context manager that undoes changes of the layers' settings, and refuses them.
+        """Context manager that undoes changes of the layers' settings, and refuses them, and
+        those of hooks and forwards.
 
         It yields the settings.
 
@@ -271,11 +282,11 @@ class LightningStep:
         it may run on one rank only, and its error would leave the others waiting.
         """
         settings = self.context.settings
-        before = settings.snapshot()
+        before, code = settings.snapshot(), settings.code()
         try:
             yield before
         finally:
-            error = settings.restore(before)
+            error = settings.restore(before) or settings.change_of_code(code)
         if error is not None and not self.is_trial:
             raise UnsupportedStepError(error)
 

@@ -66,8 +66,8 @@ class ChangesLayers(Classifier):
 
 REFUSED = {
     "mode": "must not change the mode",
-    "hook": "must not change the hooks of the layer 'net.2' before its call",
-    "forward": "must not change the forward of a layer before its call",
+    "hook": "must not change the hooks of the layer 'net.2'",
+    "forward": "must not change the forward of a layer",
     "append": "The layers of 'net' must stay those of the start of the run",
     "replace": "The layers of 'net' must stay those of the start of the run",
 }

@@ -88,6 +88,15 @@ def unsendable_values(changes: Tree) -> dict[str, str]:
     return classes
 
 
+def name_of(path: str, change: Tree) -> str:
+    """Return how an error names the change of an object."""
+    kind, *content = change
+    if kind == "names" and content[0]:
+        (_, name), _ = content[0][0]
+        return f"{name!r} of {path!r}" if path else repr(name)
+    return repr(path)
+
+
 def fingerprints(changes: Tree) -> dict[str, int]:
     """Return a hash of every change by path; runs that leave equal values have equal hashes."""
     return {path: digest(change) for path, change in changes.items()}

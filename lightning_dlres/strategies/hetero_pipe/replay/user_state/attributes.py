@@ -4,9 +4,8 @@ This is: attributes of the LightningModule and of modules outside of the layers;
 and random generators that these refer to; attributes of callbacks; and settings of the Trainer.
 
 Plain training runs the step once. Here some ranks do not run it, and others run it several times.
-Therefore every run starts from the same values, and every rank ends with what one run left. Each
-run works on copies of the tensors, because it may change them in place. Writing old values back
-into the same tensors instead would invalidate a graph that has saved them.
+So every run starts from the same values, and every rank ends with what one run left. Each run works
+on copies of the tensors: writing old values back would invalidate a graph that has saved them.
 """
 
 from __future__ import annotations
@@ -195,8 +194,7 @@ class IsolatedState:
         layer_tensors: Tensors that layers made, which are not copied.
         last: The run before, whose unchanged copies serve this run, too; None copies all.
         buffers: Further tensors of which `shared_copy` may return copies.
-        keeps_changes: True leaves tensors and arrays in their places, where the run may change
-            them.
+        keeps_changes: True leaves tensors and arrays in their places; the run may change them.
 
     Attributes:
         reading: As the argument.
@@ -233,8 +231,7 @@ class IsolatedState:
                 state.write(content)
 
     def shared_copy(self, buffer: Tensor) -> Tensor | None:
-        """Return the copy of a buffer that shares memory with an attribute or another buffer, as
-        the buffer does; None if it shares none."""
+        """Return the copy of a buffer that shares memory with other values; None if it does not."""
         copy: Tensor | None = self._copies.in_shared_memory.get(id(buffer))
         return copy
 
@@ -248,8 +245,13 @@ class IsolatedState:
                 changes[state.path] = change
         return changes | self._encode_pending()
 
+    def diff_so_far(self) -> Tree:
+        """Return the changes until now, like `diff`; user code may run on."""
+        changes, self._changed = self.diff(), None
+        return changes
+
     def restore(self, layer_tensors: LayerTensors | None = None) -> None:
-        """Write the content from before the run back into every object.
+        """Write the content from before the run back into all objects.
 
         After `diff`, no user code may run before this.
 
