@@ -17,6 +17,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.utils import _python_dispatch
@@ -326,3 +327,11 @@ def function_modes() -> list[Any]:
     ]
     harmless = ("torch.utils.checkpoint", "torch.autograd.graph")
     return [mode for mode in modes if getattr(mode, "__module__", "") not in harmless]
+
+
+def is_fake(value: Any) -> bool:
+    """Return True for a tensor without values, in place of one of another stage.
+
+    torch documents FakeTensor, but has no public name for it.
+    """
+    return isinstance(value, FakeTensor)

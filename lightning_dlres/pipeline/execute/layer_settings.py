@@ -103,7 +103,7 @@ class LayerSettings:
         ]
         called = [(module.path, module.module) for module in self._modules]
         called += [(path, module) for path, module in around if module not in layer_modules]
-        self._called = [path for path, _ in called]
+        self._called = dict(called)
         # Every step reads all modules. A module keeps the dicts of its attributes, hooks and
         # tensors, so they are looked up only once.
         self._namespaces = [vars(module) for _, module in called]
@@ -119,7 +119,7 @@ class LayerSettings:
 
     def behaviour(self) -> LayerBehaviour:
         """Return the mode, hooks, forward and weights of each module, now."""
-        modes = [namespace["training"] for namespace in self._namespaces]
+        modes = [module.training for module in self._called.values()]
         buffers = [
             (f"{module.path}.{name}", version_of(buffer))
             for module, buffers in zip(self._modules, self._buffer_dicts, strict=True)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dlres._compat import is_fake
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
 from lightning_dlres.strategies.hetero_pipe.step.gradient_reads import GradientsOfEarlierBatches
@@ -74,6 +75,9 @@ class NormaliserRecorder(PipelinedWeightGuard):
     ) -> Any:
         result = super().__torch_function__(function, types, args, kwargs)
         name = getattr(function, "__name__", "?")
+        if is_fake(result):
+            # Code between layers of other stages, whose results have no values here.
+            return result
         if _has_gradient(result):
             self._counts[name] += 1
         if isinstance(result, Tensor):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_dlres import PeerLostError, UnsupportedStepError
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (
     Case,
@@ -157,6 +158,14 @@ def test_changes_that_other_ranks_would_miss_are_refused(pool: RankPool, kind: s
 RIGHT = {
     kind: Case(lambda kind=kind: Changes(kind), options=OPTIONS)
     for kind in ("unread", "late", "in a hook", "save_on_cpu")
+}
+# The code between the layers of the other stage multiplies a tensor without values by a scalar.
+RIGHT |= {
+    f"split {split}": Case(
+        lambda: Changes("none"),
+        options={"plan": PipelinePlan(replicas=((0, 1),), split=split, microbatches=4)},
+    )
+    for split in ((1, 2), (2, 1))
 }
 
 
