@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_warn
+from msgspec.structs import replace
 from typing_extensions import override
 
 from lightning_dlres.cli.fit import TrainerCLI, TrainerParser
@@ -19,7 +20,7 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.plan.planner import measured_plan
 from lightning_dlres.pipeline.profile.cluster import Cluster
 from lightning_dlres.pipeline.profile.cluster_file import load_cluster
-from lightning_dlres.strategies.capabilities import PipelinePlanning
+from lightning_dlres.strategies.capabilities import PipelinePlanning, PlanningOptions
 from lightning_dlres.strategies.hetero_pipe.profiled_model import profile_single_process
 
 
@@ -152,10 +153,20 @@ class _PlanAtTrainStart(Callback):
             split_batch=options.split_batch,
             config=options.profile,
             microbatches=options.num_microbatches(len(self._cluster.devices)),
-            cluster=self._cluster,
+            cluster=_with_limits(self._cluster, options),
             factors=self._factors,
         )
         raise _PlanReady(measured_plan(profile, options.plan_constraints, rank_zero_warn))
+
+
+def _with_limits(cluster: Cluster, options: PlanningOptions) -> Cluster:
+    """Return a cluster whose devices also have the memory limits of the strategy."""
+    devices = []
+    for rank, device in enumerate(cluster.devices):
+        limits = (device.memory_limit, options.memory_limit_of(rank, len(cluster.devices)))
+        least = min((limit for limit in limits if limit is not None), default=None)
+        devices.append(replace(device, memory_limit=least))
+    return replace(cluster, devices=tuple(devices))
 
 
 def _parser() -> argparse.ArgumentParser:

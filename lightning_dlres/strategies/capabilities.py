@@ -88,6 +88,9 @@ class PlanningOptions(Protocol):
     def num_microbatches(self, devices: int) -> int:
         """Return the number of micro-batches of a batch on this many devices."""
 
+    def memory_limit_of(self, rank: int, world_size: int) -> int | None:
+        """Return the bytes that the model may take on a rank's device; None without a limit."""
+
 
 @runtime_checkable
 class PipelinePlanning(Protocol):

@@ -31,7 +31,8 @@ def plan_for_a_cluster(
     pool: RankPool, directory: Path, run: Callable[..., int] = run_command_in
 ) -> RankOutcome:
     (directory / "cluster.yaml").write_text(CLUSTER)
-    options = ("plan", f"--config={CONFIG}", "--cluster=cluster.yaml", *TINY)
+    limit = "--trainer.strategy.init_args.memory_limit=10GiB"
+    options = ("plan", f"--config={CONFIG}", "--cluster=cluster.yaml", *TINY, limit)
     (outcome,) = pool.run_expecting_errors(run, 1, str(directory), *options)
     return outcome
 
@@ -45,7 +46,8 @@ def test_a_plan_for_a_remote_cluster(pool: RankPool, tmp_path: Path) -> None:
     assert plan.is_measured
     assert plan.powers == (1.0, 0.25)
     assert plan.cluster is not None
-    assert plan.cluster.devices[1].memory_limit == 8 << 30
+    # The least of the limits of the file and of the strategy counts.
+    assert [device.memory_limit for device in plan.cluster.devices] == [10 << 30, 8 << 30]
     assert plan.cluster.link(0, 1).bytes_per_second == 500e6 / 8
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import (
+    CALL,
     registered_buffers,
     registered_parameters,
     torch_function_disabled,
@@ -28,6 +29,8 @@ from lightning_dlres.core._compat import (
 from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES, are_identical
 
 _PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
+# Methods of modules that the pipeline replaces in their attributes.
+_REPLACED = frozenset(("forward", CALL))
 # Value of an attribute that a module does not have. None is a value that layers do have.
 _ABSENT = object()
 
@@ -159,7 +162,9 @@ class LayerSettings:
 
         Changed settings are put back. Others would be the caller's to put back after the call.
         """
-        error, now = self.restore(settings), self.behaviour()
+        # Before the call, any other object is a change: the forward may read it.
+        other = None if self._is_unchanged(settings) else self._other_object(settings)
+        error, now = self.restore(settings) or other, self.behaviour()
         if now.modes != before.modes:
             pairs = zip(self._called, now.modes, before.modes, strict=True)
             path = next(path for path, mode, then in pairs if mode is not then)
@@ -179,6 +184,22 @@ class LayerSettings:
             return change_error(f"the hooks of the layer {path!r}")
         if not are_identical(now.forwards, before.forwards):
             return change_error("the forward of a layer")
+        return None
+
+    def _is_unchanged(self, before: SettingsSnapshot) -> bool:
+        namespaces = self._layer_namespaces()
+        return _hold_same(namespaces, before.attributes) and _hold_same(
+            self._buffer_dicts, before.buffers
+        )
+
+    def _other_object(self, before: SettingsSnapshot) -> str | None:
+        """Return an error message that names an attribute with another object than before."""
+        columns = zip(self._modules, self._layer_namespaces(), before.attributes, strict=True)
+        for module, now, then in columns:
+            for name in sorted((now.keys() | then.keys()) - _REPLACED - TORCH_ATTRIBUTES):
+                value, old = now.get(name, _ABSENT), then.get(name, _ABSENT)
+                if value is not old and not (_is_plain(value) and _is_plain(old)):
+                    return change_error(f"{name!r} of the layer {module.path!r} before its call")
         return None
 
     def _layer_namespaces(self) -> list[dict[str, Any]]:
@@ -201,9 +222,7 @@ class LayerSettings:
         error = self.restore_trainable(before.trainable)
         # Steps hardly ever change a layer, and every step looks at all modules. So the common case
         # takes as few operations as possible.
-        if _hold_same(self._layer_namespaces(), before.attributes) and _hold_same(
-            self._buffer_dicts, before.buffers
-        ):
+        if self._is_unchanged(before):
             return error
         for module, *old in zip(self._modules, before.attributes, before.buffers, strict=True):
             for name in sorted(module.restore(*old)):

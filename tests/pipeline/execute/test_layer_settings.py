@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -90,6 +91,55 @@ def test_every_change_of_a_setting_is_undone_and_named(
 )
 def test_equal_values_and_other_objects_are_no_changes(change: Callable[[Layer], object]) -> None:
     assert restore_after(change, Layer(), is_shared=False) is None
+
+
+def fills_mask(layer: Layer) -> None:
+    assert layer.mask is not None
+    layer.mask.fill_(2.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("the mode .* of the layer '0'", lambda layer: layer.eval()),
+        ("the hooks of the layer '0'", lambda layer: layer.register_forward_hook(print)),
+        ("the forward of a layer", sets("forward", torch.relu)),
+        ("the parameters of a layer", sets("weight", nn.Parameter(torch.ones(1)))),
+        ("the buffer '0.mask'", fills_mask),
+        ("'outputs' of the layer '0'", sets("outputs", [])),
+        ("'results' of the layer '0'", sets("results", {})),
+        ("'factor' of the layer '0'", sets("factor", 2.0)),
+    ],
+)
+def test_a_change_before_the_call_of_layers_is_named(
+    words: str, change: Callable[[Layer], object]
+) -> None:
+    layer = Layer()
+    settings = LayerSettings(nn.Sequential(layer), [layer])
+    snapshot, behaviour = settings.snapshot(), settings.behaviour()
+    assert settings.change_before_call(snapshot, behaviour) is None
+    change(layer)
+    error = settings.change_before_call(snapshot, behaviour)
+    assert error is not None
+    assert re.search(f"must not change {words}", error)
+
+
+def test_hooks_and_forwards_of_modules_around_the_layers_count() -> None:
+    layer, around = Layer(), nn.Sequential()
+    settings = LayerSettings(nn.Sequential(layer, around), [layer], (), [("1", around)])
+    code = settings.code()
+    assert settings.change_of_code(code) is None
+    around.register_forward_pre_hook(print)
+    assert "the hooks of the layer '1'" in str(settings.change_of_code(code))
+
+
+def test_another_object_for_a_parameter_is_named() -> None:
+    layer = nn.Linear(2, 2)
+    settings = LayerSettings(nn.Sequential(layer), [layer])
+    layer.weight.data = torch.ones(2, 2)
+    assert settings.replaced_weight() is None
+    layer.weight = nn.Parameter(torch.ones(2, 2))
+    assert "another object for '0.weight'" in str(settings.replaced_weight())
 
 
 @pytest.mark.parametrize("name", ["scale", "mask"])
