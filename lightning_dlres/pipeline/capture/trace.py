@@ -24,7 +24,7 @@ INPUT, BLOCK, GLUE = "input", "block", "glue"
 
 
 # Index of a block that is beyond all others.
-_AFTER_ALL = 1 << 62
+AFTER_ALL = 1 << 62
 
 
 def seed_number(index: int) -> int:
@@ -213,7 +213,7 @@ class Trace:
             if event.block is not None:
                 layer = event.block
             elif at > last:
-                layer = _AFTER_ALL
+                layer = AFTER_ALL
             elif self.has_repeats and before >= 0:
                 layer = max(needed.layer(event), 0)
             else:
@@ -284,8 +284,8 @@ class Trace:
 
     def _find_boundary(self, block: int) -> Boundary | str:
         layers = list(zip(self.events, self.layers, strict=True))
-        last = max((layer for _, layer in layers if layer < _AFTER_ALL), default=-1)
-        stop = block if block <= last else _AFTER_ALL
+        last = max((layer for _, layer in layers if layer < AFTER_ALL), default=-1)
+        stop = block if block <= last else AFTER_ALL
         before = [event for event, layer in layers if layer < stop]
         after = [event for event, layer in layers if layer >= stop]
         fixed = self._fixed_storages(before)
@@ -351,7 +351,7 @@ class Trace:
             after: The events after a boundary.
             is_end: True for the boundary after all blocks.
         """
-        end = after if is_end else self.boundary(_AFTER_ALL)
+        end = after if is_end else self.boundary(AFTER_ALL)
         if not isinstance(end, Boundary):
             return [value for event in after for value in event.inputs] + list(self.outputs)
         # The code after all blocks computes some values again, and so needs others.

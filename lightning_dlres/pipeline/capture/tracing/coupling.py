@@ -1,7 +1,9 @@
-"""Check that the code of a step between its layers treats each sample alone."""
+"""Check that code between layers treats each sample alone, where that matters."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +19,15 @@ from lightning_dlres.pipeline.capture.block_calls import (
 )
 from lightning_dlres.pipeline.capture.captured import CapturedModule
 from lightning_dlres.pipeline.capture.modes import TRAINING, device_of, seed_layer, trial
-from lightning_dlres.pipeline.capture.trace import BLOCK, Value
-from lightning_dlres.pipeline.stage.microbatch import cut, parted, samples_in
+from lightning_dlres.pipeline.capture.trace import AFTER_ALL, BLOCK, Value
+from lightning_dlres.pipeline.stage.microbatch import (
+    cut,
+    is_unjoined,
+    join,
+    join_if_alike,
+    parted,
+    samples_in,
+)
 
 # Relative difference that counts as rounding.
 _TOLERANCE = 1e-3
@@ -31,23 +40,27 @@ class _Coupled(Exception):
 def coupling(captured: CapturedModule, inputs: Tree) -> str:
     """Return why the code between the layers of a step needs the whole batch; "" if it does not.
 
-    The code runs on the whole batch, and on two parts of it with the same outputs of layers.
+    The code runs on the whole batch, and on two parts of it with the same outputs of layers. For a
+    module, code before the first layer counts, too.
 
     Args:
-        captured: The step, cut into layers.
+        captured: The step or the module, cut into layers.
         inputs: (args, kwargs) of a call of it, with at least two samples.
     """
     step, trace = captured.step, captured.trace
     between = zip(trace.glue, trace.glue_layers, strict=True)
-    is_random = any(e.is_random and 0 <= n < len(captured.blocks) for e, n in between)
-    if step is None or (samples_in(inputs) or 1) < 2 or is_random:
+    first = -1 if step is None else 0
+    is_random = any(e.is_random and first <= n < len(captured.blocks) for e, n in between)
+    if (samples_in(inputs) or 1) < 2 or is_random:
         return ""
     device = device_of(inputs)
     with trial(captured.module, TRAINING, device):
         calls = _recorded_calls(captured, inputs)
-    with trial(captured.module, TRAINING, device):
-        seed_layer(-1)
-        crossing = captured.begin(step, map_tensors(Tensor.clone, inputs), seed_layer)
+    crossing = inputs
+    if step is not None:
+        with trial(captured.module, TRAINING, device):
+            seed_layer(-1)
+            crossing = captured.begin(step, map_tensors(Tensor.clone, inputs), seed_layer)
     samples = samples_in(crossing) or 1
     sizes = [samples - samples // 2, samples // 2]
     parts = [(0, samples, crossing), *zip((0, sizes[0]), sizes, cut(crossing, sizes), strict=True)]
@@ -72,6 +85,56 @@ def coupling(captured: CapturedModule, inputs: Tree) -> str:
         at = f" at {place}" if place else ""
         return f"it fails for a part of the batch with {type(error).__name__}: {error}{at}"
     return ""
+
+
+def may_mix_at_end(captured: CapturedModule) -> bool:
+    """Return whether a module has code after its last layer that `mixed_end` can judge."""
+    trace = captured.trace
+    ends = [e for e, n in zip(trace.glue, trace.glue_layers, strict=True) if n == AFTER_ALL]
+    is_random = any(event.is_random for event in ends)
+    return bool(ends) and not is_random and captured.has_sample_outputs
+
+
+def mixed_end(captured: CapturedModule, inputs: Tree) -> str:
+    """Return why the code after a module's last layer does not fit that before; "" if it does.
+
+    Under GPipe the code after the last layer runs on the whole batch, and that before on
+    micro-batches. A value that both compute, such as an order of the samples, is then another one.
+
+    Args:
+        captured: The module, cut into layers.
+        inputs: (args, kwargs) of a call of it, with at least two samples.
+    """
+    # The samples come twice, the first time in reverse, so that few suffice to see an order.
+    inputs = map_tensors(partial(_with_reverse, samples=samples_in(inputs)), inputs)
+    reason = coupling(captured, inputs)
+    samples, device = samples_in(inputs) or 1, device_of(inputs)
+    if not reason or samples < 2:
+        return ""
+    sizes = [samples - samples // 2, samples // 2]
+    layers = range(len(captured.blocks))
+    # Code that fails for a part of the batch is no sign of a mixture.
+    with suppress(Exception):
+        outputs = []
+        with trial(captured.module, TRAINING, device):
+            for part in cut(map_tensors(Tensor.clone, inputs), sizes):
+                outputs.append(captured.run(layers, part))
+            joined = join_if_alike(outputs, sizes)
+            if is_unjoined(joined):
+                return ""
+            by_part = join([captured.output(output) for output in outputs], sizes)
+            whole = captured.output(joined)
+        pairs = zip(tensors_of(by_part), tensors_of(whole), strict=True)
+        if not all(_is_part(a, b, slice(0, samples), samples) for a, b in pairs):
+            return reason
+    return ""
+
+
+def _with_reverse(tensor: Tensor, samples: int | None) -> Tensor:
+    """Return a tensor whose samples are those of another one in reverse, and then as they are."""
+    if not tensor.dim() or tensor.shape[0] != samples:
+        return tensor
+    return torch.cat([tensor.flip(0), tensor])
 
 
 def _recorded_calls(captured: CapturedModule, inputs: Tree) -> dict[int, tuple[Tree, Tree]]:

@@ -7,16 +7,23 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_dlres._compat import compiled_names
 from lightning_dlres.core import rng
 from lightning_dlres.core.errors import DlresError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors
-from lightning_dlres.pipeline.capture.tracing.coupling import coupling
+from lightning_dlres.pipeline.capture.captured import CapturedModule
+from lightning_dlres.pipeline.capture.tracing.coupling import (
+    coupling,
+    may_mix_at_end,
+    mixed_end,
+)
 from lightning_dlres.pipeline.execute.runtime import SKIPPED
 from lightning_dlres.pipeline.profile.config import ProfileSamples
 from lightning_dlres.pipeline.stage.layer_errors import explaining_single_samples
 from lightning_dlres.pipeline.stage.microbatch import samples_in
+from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import original_forward
 from lightning_dlres.strategies.hetero_pipe.step.step_context import Pipelined, StepContext
 from lightning_dlres.strategies.hetero_pipe.step.user_step import (
     LightningStep,
@@ -56,7 +63,29 @@ def cut_on_samples(context: StepContext, samples: ProfileSamples) -> Pipelined:
                 f"between its submodules, where it runs on micro-batches, but {reason}. Move the "
                 "code before the first call or after the last one, or use microbatches=1."
             )
+    elif samples.microbatches > 1 and cut.captured is not None:
+        _refuse_mixed_end(context, cut.module, cut.captured, samples)
     return cut
+
+
+def _refuse_mixed_end(
+    context: StepContext, module: nn.Module, captured: CapturedModule, samples: ProfileSamples
+) -> None:
+    """Raise if a module's code after its last layer does not fit what micro-batches went through.
+
+    A model without values is not looked at.
+    """
+    if any(p.is_meta for p in module.parameters()) or not may_mix_at_end(captured):
+        return
+    inputs = _at_home(context, module_inputs(context, samples.whole_batch))
+    with original_forward([module], "forward"):
+        reason = mixed_end(captured, inputs)
+    if reason:
+        raise UnsupportedStepError(
+            f"The forward of {type(module).__name__} must treat each sample alone up to its last "
+            "submodule, where it runs on micro-batches, or not mix samples after it, but "
+            f"{reason}. Move that code to training_step, or use microbatches=1."
+        )
 
 
 def _refuse_compiled(context: StepContext) -> None:
