@@ -131,10 +131,14 @@ def mixed_end(captured: CapturedModule, inputs: Tree) -> str:
 
 
 def _with_reverse(tensor: Tensor, samples: int | None) -> Tensor:
-    """Return a tensor whose samples are those of another one in reverse, and then as they are."""
+    """Return a tensor whose samples are those of another one in reverse, and then as they are.
+
+    In reverse, real numbers are halved, so that both halves differ in their mean and the like.
+    """
     if not tensor.dim() or tensor.shape[0] != samples:
         return tensor
-    return torch.cat([tensor.flip(0), tensor])
+    reverse = tensor.flip(0)
+    return torch.cat([reverse / 2 if tensor.is_floating_point() else reverse, tensor])
 
 
 def _recorded_calls(captured: CapturedModule, inputs: Tree) -> dict[int, tuple[Tree, Tree]]:
