@@ -105,8 +105,8 @@ def mixed_end(captured: CapturedModule, inputs: Tree) -> str:
         captured: The module, cut into layers.
         inputs: (args, kwargs) of a call of it, with at least two samples.
     """
-    # The samples come twice, the first time in reverse, so that few suffice to see an order.
-    inputs = map_tensors(partial(_with_reverse, samples=samples_in(inputs)), inputs)
+    # Few samples would seldom show an order.
+    inputs = map_tensors(partial(_four_times, samples=samples_in(inputs)), inputs)
     reason = coupling(captured, inputs)
     samples, device = samples_in(inputs) or 1, device_of(inputs)
     if not reason or samples < 2:
@@ -130,15 +130,20 @@ def mixed_end(captured: CapturedModule, inputs: Tree) -> str:
     return ""
 
 
-def _with_reverse(tensor: Tensor, samples: int | None) -> Tensor:
-    """Return a tensor whose samples are those of another one in reverse, and then as they are.
+def _four_times(tensor: Tensor, samples: int | None) -> Tensor:
+    """Return a tensor with the samples of another one four times: twice for each half.
 
-    In reverse, real numbers are halved, so that both halves differ in their mean and the like.
+    Each half has positive and negative numbers, and the halves differ in their mean, their largest
+    number and the like. So an order of all samples, or a value of the batch, differs from that of a
+    half. Whole numbers stay as they are.
     """
     if not tensor.dim() or tensor.shape[0] != samples:
         return tensor
+    tensor = tensor.detach()
     reverse = tensor.flip(0)
-    return torch.cat([reverse / 2 if tensor.is_floating_point() else reverse, tensor])
+    if not tensor.is_floating_point():
+        return torch.cat([tensor, reverse, tensor, reverse])
+    return torch.cat([tensor, -reverse, 2 * tensor, -0.5 * reverse])
 
 
 def _recorded_calls(captured: CapturedModule, inputs: Tree) -> dict[int, tuple[Tree, Tree]]:
