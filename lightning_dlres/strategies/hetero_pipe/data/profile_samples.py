@@ -6,22 +6,26 @@ the same batches as without profiling.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_dlres import _compat
 from lightning_dlres.core import rng
+from lightning_dlres.core._compat import registered_buffers
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
 from lightning_dlres.pipeline.stage.microbatch import cut_batch, microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import copy_loader
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.attributes import UserState
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.reading import reading_of
 from lightning_dlres.strategies.hetero_pipe.step.cutting import module_inputs
 from lightning_dlres.strategies.hetero_pipe.step.single_device_view import single_device_view
@@ -93,6 +97,26 @@ def _datamodule_restored(trainer: Trainer) -> AbstractContextManager[None]:
     return nullcontext() if data is None else reading_of("trainer.datamodule", data).restored()
 
 
+@contextmanager
+def _module_restored(module: nn.Module) -> Iterator[None]:
+    """Context manager that gives a module and those in it their attributes and buffers back.
+
+    They are layers, whose state no run of the step restores.
+    """
+    state = UserState(module.named_modules).isolate()
+    buffers = [registered_buffers(inner)[0] for inner in module.modules()]
+    kept = [dict(named) for named in buffers]
+    for named in buffers:
+        named.update({name: None if b is None else b.detach().clone() for name, b in named.items()})
+    try:
+        yield
+    finally:
+        state.restore()
+        for named, before in zip(buffers, kept, strict=True):
+            named.clear()
+            named.update(before)
+
+
 def _batch_size_of(loader: Any) -> int | None:
     """Return the number of samples in a batch of a loader; None if the loader does not tell it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
@@ -111,7 +135,8 @@ def _read_on_cpu(
     data = trainer.precision_plugin.convert_input(data)
     # The user's transfer hooks may count calls or draw random numbers. Undo these effects: the
     # other ranks do not run the hooks here, so the ranks' states would differ.
-    with LightningStep(context, (data,), is_trial=True).undone():
+    undone = LightningStep(context, (data,), is_trial=True).undone()
+    with _module_restored(context.pipelined.module), undone:
         return trainer.strategy.batch_to_device(data, torch.device("cpu")), num_read
 
 
