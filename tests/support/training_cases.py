@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
@@ -17,7 +18,13 @@ from torch.distributed import FileStore
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig
+from lightning_dlres import (
+    HeteroPipeStrategy,
+    PeerLostError,
+    PipelinePlan,
+    ProfileConfig,
+    UnsupportedStepError,
+)
 from tests.support.models import QUIET, Samples
 from tests.support.parity import relative
 from tests.support.rank_pool import RankContext
@@ -155,6 +162,15 @@ def fit(context: RankContext | None, case: Case) -> Fitted:
         {name: value.detach().clone() for name, value in model.state_dict().items()},
         list(getattr(model, "observed", ())),
     )
+
+
+def expect_refusal(context: RankContext, case: Case, words: str) -> None:
+    """Check that a case ends with an error that has these words, a pattern.
+
+    A rank that has not met the error itself names that of another one.
+    """
+    with pytest.raises((UnsupportedStepError, PeerLostError), match=words):
+        fit(context, case)
 
 
 def differences_in(

@@ -50,7 +50,7 @@ class SettingsSnapshot(NamedTuple):
 
 
 class LayerCode(NamedTuple):
-    """What runs in a call of the pipelined modules, beside their classes, at one point in time.
+    """Code in a call of the pipelined modules that is not of their classes, at one point in time.
 
     Attributes:
         hooks: Name of each module that has hooks, and its hooks.

@@ -62,7 +62,7 @@ def coupling(captured: CapturedModule, inputs: Tree) -> str:
             seed_layer(-1)
             crossing = captured.begin(step, map_tensors(Tensor.clone, inputs), seed_layer)
     samples = samples_in(crossing) or 1
-    sizes = [samples - samples // 2, samples // 2]
+    sizes = _halves(samples)
     parts = [(0, samples, crossing), *zip((0, sizes[0]), sizes, cut(crossing, sizes), strict=True)]
     ends: list[list[Tensor]] = []
     try:
@@ -108,17 +108,15 @@ def mixed_end(captured: CapturedModule, inputs: Tree) -> str:
     # Few samples would seldom show an order.
     inputs = map_tensors(partial(_four_times, samples=samples_in(inputs)), inputs)
     reason = coupling(captured, inputs)
-    samples, device = samples_in(inputs) or 1, device_of(inputs)
-    if not reason or samples < 2:
+    if not reason:
         return ""
-    sizes = [samples - samples // 2, samples // 2]
-    layers = range(len(captured.blocks))
+    samples = samples_in(inputs) or 1
+    sizes, layers = _halves(samples), range(len(captured.blocks))
     # Code that fails for a part of the batch is no sign of a mixture.
     with suppress(Exception):
-        outputs = []
-        with trial(captured.module, TRAINING, device):
-            for part in cut(map_tensors(Tensor.clone, inputs), sizes):
-                outputs.append(captured.run(layers, part))
+        with trial(captured.module, TRAINING, device_of(inputs)):
+            parts = cut(map_tensors(Tensor.clone, inputs), sizes)
+            outputs = [captured.run(layers, part) for part in parts]
             joined = join_if_alike(outputs, sizes)
             if is_unjoined(joined):
                 return ""
@@ -128,6 +126,10 @@ def mixed_end(captured: CapturedModule, inputs: Tree) -> str:
         if not all(_is_part(a, b, slice(0, samples), samples) for a, b in pairs):
             return reason
     return ""
+
+
+def _halves(samples: int) -> list[int]:
+    return [samples - samples // 2, samples // 2]
 
 
 def _four_times(tensor: Tensor, samples: int | None) -> Tensor:

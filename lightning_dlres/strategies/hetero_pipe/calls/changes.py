@@ -8,7 +8,7 @@ refer to. Other ranks get the changes of a step after it, so the module would re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -28,27 +28,20 @@ class StateOfCall:
     """State of user code that the pipelined module can read.
 
     Args:
-        path: Name of the module.
-        module: The module.
-        layers: Its layers.
-        runs_own_code: Whether calling the module does more than to call its layers.
+        modules: The modules whose code or attributes a call uses, by name.
+        layers: The layers among them.
         state: The state that every run of the step records.
     """
 
     def __init__(
         self,
-        path: str,
-        module: nn.Module,
+        modules: Sequence[tuple[str, nn.Module]],
         layers: Collection[nn.Module],
-        runs_own_code: bool,
         state: UserState,
     ) -> None:
         layer_modules = {inner for layer in layers for inner in layer.modules()}
-        self._modules = set(module.modules()) - layer_modules
-        states = UserState(lambda: module.named_modules(prefix=path)).read().states
-        if not runs_own_code:
-            self._modules.discard(module)
-            states = [one for one in states if one.owner is not module]
+        self._modules = {module for _, module in modules} - layer_modules
+        states = UserState(lambda: modules).read().states
         # A weight to which a weak reference exists cannot be moved: recurrent modules have a list
         # of them, which must not outlive its place there.
         states = [one for one in states if weakref.ref not in one.types]

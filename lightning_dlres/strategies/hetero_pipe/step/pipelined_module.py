@@ -132,6 +132,13 @@ class PipelinedModule:
         """True for a training step that is cut as a whole."""
         return False
 
+    @property
+    def called_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules whose code or attributes a call of the module uses, by name."""
+        modules = list(self.module.named_modules(prefix=self.path))
+        # The forward of a sequence or list of layers does nothing but to call them.
+        return modules[1:] if has_several_layers(self.module) else modules
+
     def captured_on(self, root: nn.Module, inputs: Tree, step: OpenStep) -> PipelinedModule:
         """Return this module cut into layers, if it has none yet; it runs a few times.
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
 from torchmetrics import Metric
 
 from lightning_dlres.core import rng
@@ -23,10 +22,7 @@ from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import Untrac
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.attributes import UserState
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import is_data_source
 from lightning_dlres.strategies.hetero_pipe.step.gradient_reads import GradientsOfEarlierBatches
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
-    PipelinedModule,
-    has_several_layers,
-)
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import PipelinedModule
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import PipelinedStep
 
 # The module or the step that is cut into stages.
@@ -75,12 +71,8 @@ class StepContext:
         self._state_of_call: StateOfCall | None = None
         layers = pipelined.layers
         trainer = self.module.trainer
-        outside = list(layers.non_pipelined_modules())
-        # A step that is cut runs its own code on all ranks.
-        around = _modules_around(pipelined) if isinstance(pipelined, PipelinedModule) else []
-        self.settings = LayerSettings(
-            self.module, layers.modules, [module for _, module in outside], around
-        )
+        shared = (module for _, module in layers.non_pipelined_modules())
+        self.settings = LayerSettings(self.module, layers.modules, shared, pipelined.called_modules)
         self.state = UserState(
             layers.non_pipelined_modules,
             layers.modules,
@@ -91,14 +83,9 @@ class StepContext:
     def state_of_call(self) -> StateOfCall | None:
         """Return the state that the pipelined module can read; None for a step that is cut."""
         pipelined = self.pipelined
-        if self._state_of_call is None and isinstance(pipelined, PipelinedModule):
-            runs_own_code = not has_several_layers(pipelined.module)
+        if self._state_of_call is None and not pipelined.is_step:
             self._state_of_call = StateOfCall(
-                pipelined.path,
-                pipelined.module,
-                pipelined.layers.modules,
-                runs_own_code,
-                self.state,
+                pipelined.called_modules, pipelined.layers.modules, self.state
             )
         return self._state_of_call
 
@@ -136,10 +123,3 @@ class StepContext:
         """Return the metrics of the LightningModule, of callbacks, and of what these refer to."""
         self.register_metrics()
         return list(self.metrics.metrics.values())
-
-
-def _modules_around(pipelined: PipelinedModule) -> list[tuple[str, nn.Module]]:
-    """Return the modules of the pipelined module whose code runs on all ranks, by name."""
-    if has_several_layers(pipelined.module):
-        return []
-    return list(pipelined.module.named_modules(prefix=pipelined.path))

@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_dlres import PeerLostError, UnsupportedStepError
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (
     Case,
     Classifier,
-    batches,
     differences_in,
+    expect_refusal,
     no_differences_in,
-    trainer_for,
 )
 
 OPTIONS: dict[str, Any] = {"plan": None}
@@ -45,7 +43,7 @@ class OwnForward(nn.Module):
     def __init__(self, options: dict[str, float]) -> None:
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(16, 12), Scaled(), nn.Linear(12, 5)
-        self.temperature, self.options, self.calls = 1.0, options, 0
+        self.temperature, self.options = 1.0, options
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,10 +151,7 @@ REFUSED = {
 
 
 def fit_refused(context: RankContext, kind: str) -> None:
-    trainer = trainer_for(context, max_epochs=2, **OPTIONS)
-    # A rank that has not made the change names the error of another one.
-    with pytest.raises((UnsupportedStepError, PeerLostError), match=REFUSED[kind]):
-        trainer.fit(Changes(kind), batches())
+    expect_refusal(context, Case(lambda: Changes(kind), options=OPTIONS), REFUSED[kind])
 
 
 @pytest.mark.parametrize("kind", REFUSED)

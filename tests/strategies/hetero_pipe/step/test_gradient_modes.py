@@ -11,15 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dlres import PeerLostError, UnsupportedStepError
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (
     Case,
     Classifier,
-    batches,
     differences_in,
+    expect_refusal,
     no_differences_in,
-    trainer_for,
 )
 
 OPTIONS: dict[str, Any] = {"plan": None}
@@ -84,10 +82,7 @@ REFUSED = {
 
 def fit_refused(context: RankContext, name: str) -> None:
     make, options, words = REFUSED[name]
-    trainer = trainer_for(context, max_epochs=2, **OPTIONS, **options)
-    # The other rank names the error of the first.
-    with pytest.raises((UnsupportedStepError, PeerLostError), match=words):
-        trainer.fit(make(), batches())
+    expect_refusal(context, Case(make, options={**OPTIONS, **options}), words)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -9,15 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_dlres import PeerLostError, UnsupportedStepError
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (
     Case,
     Classifier,
-    batches,
     differences_in,
+    expect_refusal,
     no_differences_in,
-    trainer_for,
 )
 
 OPTIONS: dict[str, Any] = {"plan": None}
@@ -74,10 +72,7 @@ REFUSED = {
 
 
 def fit_refused(context: RankContext, kind: str) -> None:
-    trainer = trainer_for(context, max_epochs=3, **OPTIONS)
-    # A rank that has not made the change names the error of another one.
-    with pytest.raises((UnsupportedStepError, PeerLostError), match=REFUSED[kind]):
-        trainer.fit(ChangesLayers(kind), batches())
+    expect_refusal(context, Case(lambda: ChangesLayers(kind), options=OPTIONS), REFUSED[kind])
 
 
 @pytest.mark.parametrize("kind", REFUSED)
