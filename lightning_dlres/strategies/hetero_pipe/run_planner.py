@@ -176,6 +176,8 @@ class RunPlanner:
             text = str(error) if is_ours else f"{type(error).__name__}: {error}"
             place = place_of(error)
             reason = f"{text.rstrip('.')}." + (f" It is at {place}." if place else "")
+            if not is_ours and samples.microbatches > 1:
+                reason += " It ran on a micro-batch; if it needs whole batches, use microbatches=1."
         if pipelined is self._pipelined and not reason:
             return samples
         # A rank may lack memory for what the others can do.
