@@ -8,9 +8,9 @@ refer to. Other ranks get the changes of a step after it, so the module would re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dlres.pipeline.execute.layer_settings import change_error
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
@@ -21,7 +21,10 @@ from lightning_dlres.strategies.hetero_pipe.replay.user_state.attributes import 
     UserState,
 )
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.reading import Reading
-from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import ObjectState
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import (
+    ObjectState,
+    is_library_class,
+)
 
 
 class StateOfCall:
@@ -45,6 +48,7 @@ class StateOfCall:
         # A weight to which a weak reference exists cannot be moved: recurrent modules have a list
         # of them, which must not outlive its place there.
         states = [one for one in states if weakref.ref not in one.types]
+        states += _configurations(modules)
         # The objects are kept, so that no other object gets one of these ids.
         self._owners = {id(one.owner): one.owner for one in states}
         recorded = {id(one.owner) for one in state.read().states} | set(map(id, layer_modules))
@@ -76,6 +80,26 @@ class StateOfCall:
         ]
         names += map(repr, effects.tensors_changed_in(self._modules))
         return change_error(f"{names[0]} before it calls the module") if names else None
+
+
+def _configurations(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[ObjectState]:
+    """Yield the settings of a library's objects that modules refer to.
+
+    An example is a model's configuration in transformers. The user's state leaves them out, because
+    a library may write to its own objects in any call.
+    """
+    seen: set[int] = set()
+    for name, module in modules:
+        for attribute, value in vars(module).items():
+            if id(value) in seen or not is_library_class(type(value)):
+                continue
+            seen.add(id(value))
+            if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, Tensor)):
+                path = ".".join(filter(None, (name, attribute)))
+                settings = ObjectState.read(path, value, "settings")
+                yield settings
+                for inner, items in settings.children():
+                    yield ObjectState.read(inner, items, "list")
 
 
 def _owner(path: str, state: IsolatedState) -> object:

@@ -35,6 +35,15 @@ class Scaled(nn.Module):
         return torch.tanh(self.linear(x)) * self.options["factor"]
 
 
+class Configuration:
+    """Settings of a model, as an object of a library."""
+
+    __module__ = "transformers.configuration_utils"
+
+    def __init__(self) -> None:
+        self.bias, self.factors = 0.0, [1.0]
+
+
 class OwnForward(nn.Module):
     """A module that reads its own attributes, buffer and options between its submodules."""
 
@@ -43,13 +52,13 @@ class OwnForward(nn.Module):
     def __init__(self, options: dict[str, float]) -> None:
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(16, 12), Scaled(), nn.Linear(12, 5)
-        self.temperature, self.options = 1.0, options
+        self.temperature, self.options, self.config = 1.0, options, Configuration()
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x)) * self.temperature
         x = self.middle(x) * self.scale * self.options["factor"]
-        return self.last(x)
+        return self.last(x) * self.config.factors[0] + self.config.bias
 
 
 class Halved(TorchFunctionMode):
@@ -87,6 +96,10 @@ class Changes(Classifier):
             net.scale.fill_(value)
         elif self.kind == "hook":
             net.register_forward_pre_hook(lambda module, args: (0.5 * args[0],))
+        elif self.kind == "configuration":
+            net.config.bias = value
+        elif self.kind == "list of a configuration":
+            net.config.factors[0] = value
         elif self.kind == "unread":
             self.steps += 1
         output = self._called(batch[0])
@@ -131,6 +144,7 @@ class Changes(Classifier):
         if self.kind == "in a hook":
             self.net.temperature = self.net.middle.options["factor"] = 0.5 + 0.1 * batch_idx
             self.net.scale.fill_(0.5 + 0.1 * batch_idx)
+            self.net.config.bias = self.net.config.factors[0] = 0.5 + 0.1 * batch_idx
         if self.kind == "parameter" and self.global_step == 2:
             self.net.last.weight = nn.Parameter(torch.ones(5, 12))
 
@@ -139,6 +153,8 @@ REFUSED = {
     "attribute": "must not change 'temperature' of 'net' before it calls the module",
     "shared dict": "must not change 'factor' of 'options' before",
     "dict of a layer": "must not change 'factor' of 'net.middle.options' before",
+    "configuration": "must not change 'bias' of 'net.config' before",
+    "list of a configuration": "must not change 'net.config.factors' before",
     "buffer": "must not change 'net.scale' before",
     "hook": "must not change the hooks of the layer 'net'",
     "late hook": "must not change the hooks of the layer 'net.last'",
