@@ -99,8 +99,12 @@ def _checked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         name = getattr(function, "__name__", "?")
         if name in _UNCHECKED:
             return _as_remote(function(*args, **kwargs))
-        if not _only_writes(name, args) and _mixes_meta_and_real((*args, *kwargs.values())):
-            raise _no_values(name)
+        if _mixes_meta_and_real((*args, *kwargs.values())):
+            if not _only_writes(name, args):
+                raise _no_values(name)
+            # Torch refuses some writes of real values, such as `lerp_` and `data`.
+            args = tuple(map(_without_values, args))
+            kwargs = {key: _without_values(value) for key, value in kwargs.items()}
         try:
             result = function(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
@@ -129,6 +133,15 @@ def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors_in(value)
+
+
+def _without_values(value: Any) -> Any:
+    """Return an argument with its tensors on the meta device."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_values, value))
+    return value
 
 
 def _as_remote(result: Any) -> Any:
