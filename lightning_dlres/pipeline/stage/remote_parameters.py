@@ -156,7 +156,8 @@ def _as_remote(result: Any) -> Any:
 def _no_values(operation: str) -> UnsupportedStepError:
     return UnsupportedStepError(
         f"{operation}: the operation needs the values of a weight or buffer that another stage "
-        "holds. Each rank has the values of its own stage's layers only. Skip tensors with "
-        "`.is_meta`, or assign the layer to a second attribute of the LightningModule: then all "
-        "stages hold it. To average weights, use checkpoints after training."
+        "holds. Each rank has the values of its own stage's layers only. Where a teacher averages "
+        "a student, let all stages hold the student: self.shared = "
+        "nn.ModuleList(self.student.children()). Code that only shows values may skip tensors with "
+        "`.is_meta`. To average weights, use checkpoints after training."
     )
