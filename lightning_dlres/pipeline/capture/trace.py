@@ -162,6 +162,7 @@ class Trace:
             number is not known.
         prefix: Number of events before the first block that run once on the whole batch, and whose
             results are then cut; None if every micro-batch runs them.
+        is_whole: True if a batch is its only micro-batch.
     """
 
     events: tuple[Event, ...]
@@ -174,6 +175,7 @@ class Trace:
     outside: frozenset[int] = frozenset()
     skeletons: Mapping[int, Skeleton] = field(default_factory=dict)
     prefix: int | None = None
+    is_whole: bool = False
 
     @cached_property
     def made_by_layers(self) -> frozenset[int]:
@@ -313,7 +315,8 @@ class Trace:
         values, computed = self._sent(needed, before, fixed, is_end=is_end)
         computed |= effects
         uncut = (value for value in values & self.scaled if self.sample_dim(value) is None)
-        if self.prefix is not None and block == 0 and any(True for _ in uncut):
+        is_cut = self.prefix is not None and block == 0 and not self.is_whole
+        if is_cut and any(True for _ in uncut):
             return "no dimension is the samples in a tensor that depends on their number"
         storages = [self.storages[value] for value in values]
         written_later = {storage for event in after for storage in event.written}

@@ -41,6 +41,7 @@ from lightning_dlres.strategies.hetero_pipe.profiled_model import gradient_copie
 from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import untracked_state_warning
 from lightning_dlres.strategies.hetero_pipe.step.cutting import (
     SkippedSamplesError,
+    bytes_with_whole_batches,
     cut_on_samples,
     with_inputs,
 )
@@ -104,7 +105,7 @@ class RunPlanner:
         self._optimizers = optimizers
         self._model_is_whole, self._keeps_placement = model_is_whole, keeps_placement
         # Why the pipelined module's own code was not cut; empty if it was, or need not be.
-        self._uncut_reason = ""
+        self._uncut_reason = self._hint = ""
 
     @property
     def _pipelined(self) -> Pipelined:
@@ -176,16 +177,36 @@ class RunPlanner:
             text = str(error) if is_ours else f"{type(error).__name__}: {error}"
             place = place_of(error)
             reason = f"{text.rstrip('.')}." + (f" It is at {place}." if place else "")
-            if not is_ours and samples.microbatches > 1:
-                reason += " It ran on a micro-batch; if it needs whole batches, use microbatches=1."
+            if "microbatches=1" not in reason and bytes_with_whole_batches(self._context, samples):
+                reason += " With microbatches=1 it can be cut."
         if pipelined is self._pipelined and not reason:
             return samples
         # A rank may lack memory for what the others can do.
         self._uncut_reason = self._first_of_ranks(reason) or ""
         if self._uncut_reason:
             return samples
+        self._hint = self._hint_for(pipelined, samples)
         self._context.pipeline(pipelined)
         return with_inputs(self._context, samples)
+
+    def _hint_for(self, cut: Pipelined, samples: ProfileSamples) -> str:
+        """Return a sentence that says how to cut more of a step that is mostly whole."""
+        small, large = (
+            sum(p.numel() * p.element_size() for p in parameters)
+            for parameters in (
+                {p for layer in cut.layers.modules for p in layer.parameters()},
+                set(cut.module.parameters()),
+            )
+        )
+        if not cut.is_step or 2 * small >= large:
+            return ""
+        whole = bytes_with_whole_batches(self._context, samples)
+        if whole <= small:
+            return ""
+        return (
+            f" With microbatches=1, layers of {format_bytes(whole)} in place of "
+            f"{format_bytes(small)} can be cut."
+        )
 
     def _first_of_ranks(self, reason: str | None) -> str | None:
         """Return the first rank's reason that is not empty, on all ranks; None without one."""
@@ -216,7 +237,7 @@ class RunPlanner:
             more = f" and {len(whole) - _NAMED} more" if len(whole) > _NAMED else ""
             rank_zero_info(
                 f"dlres: all ranks hold {format_bytes(sum(whole.values()))} of parameters outside "
-                f"of the layers of {path!r}: {named}{more}."
+                f"of the layers of {path!r}: {named}{more}.{self._hint}"
             )
 
     def _make_plan(
@@ -237,10 +258,10 @@ class RunPlanner:
         profile = None
         if samples is not None and world_size > 1:
             stages = options.least_stages(world_size)
-            require_layers(self._pipelined, stages, self._uncut_reason)
+            require_layers(self._pipelined, stages, self._uncut_reason, self._hint)
             profile = self._profile(trainer, samples)
         if profile is None:
-            require_layers(self._pipelined, len(replicas[0]), self._uncut_reason)
+            require_layers(self._pipelined, len(replicas[0]), self._uncut_reason, self._hint)
             return unmeasured_plan(self._unmeasured_layers(), replicas)
         return self._search(profile)
 

@@ -183,21 +183,6 @@ class OwnForward(nn.Sequential):
         return input
 
 
-class CutGraphs(Faultless):
-    """Module with a forward of its own, whose samples are numbered neighbours of each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = NeighboursForward(*self.net)
-
-
-class NeighboursForward(nn.Sequential):
-    def forward(self, input: Tensor) -> Tensor:
-        for layer in self:
-            input = layer(input)
-        return input + input[torch.arange(7, -1, -1)]
-
-
 class CompilesItsList(Faultless):
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +278,6 @@ SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
         "got one that cannot be cut: A layer fails on a micro-batch of one sample (IndexError: one",
     ),
     (CutSingleSamples, {"module": "net", "microbatches": 8}, f"It is at {__file__}:"),
-    (CutGraphs, {"module": "net"}, "a micro-batch; if it needs whole batches, use microbatches=1"),
     (
         CompilesItsList,
         {},

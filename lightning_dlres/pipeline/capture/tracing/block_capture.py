@@ -58,6 +58,7 @@ class BlockCapture:
         last: Number of the last call of a step; None if it is not known.
         repeats: True if blocks may be called several times.
         rows: Rows of a step's tensors for each sample of its batch, such as 2 for two views.
+        is_whole: True if a batch is its only micro-batch, so that nothing has to be joined.
     """
 
     module: nn.Module
@@ -67,6 +68,7 @@ class BlockCapture:
     last: int | None = None
     repeats: bool = False
     rows: int = 1
+    is_whole: bool = False
 
     def run(self) -> CapturedModule:
         """Return the captured module.
@@ -100,7 +102,7 @@ class BlockCapture:
 
     def _with_samples(self, trace: Trace, recorder: Recorder, larger: Sequence[Run]) -> Trace:
         samples = None if self.samples is None else self.samples * self.rows
-        return _with_samples(trace, recorder, larger, samples)
+        return replace(_with_samples(trace, recorder, larger, samples), is_whole=self.is_whole)
 
     def _ordered(self) -> BlockCapture:
         """Return this capture with the blocks that are called, in the order of calls."""
@@ -281,7 +283,7 @@ class BlockCapture:
             UnsupportedStepError: If the batch cannot be cut, or if the step decides by values of
                 tensors between its layers.
         """
-        if layer == len(self.blocks):
+        if layer == len(self.blocks) and not self.is_whole:
             for value in (v for v in boundary.values if trace.sample_dim(v) is None):
                 if value.source == BLOCK:
                     name = list(self.blocks)[value.index % len(self.blocks)]
@@ -293,7 +295,8 @@ class BlockCapture:
                     "for the samples after its last submodule, got the result of "
                     f"{trace.glue[value.index].name}. Compute it after the last submodule."
                 )
-        if layer == 0 and all(trace.sample_dim(value) is None for value in boundary.values):
+        has_samples = any(trace.sample_dim(value) is not None for value in boundary.values)
+        if layer == 0 and not has_samples and not self.is_whole:
             raise UnsupportedStepError(
                 f"{type(self.module).__name__}.training_step must call submodules with tensors "
                 "that have a dimension for the samples, got none. Prepare the batch in "

@@ -37,7 +37,9 @@ def capture(module: nn.Module, inputs: Tree) -> CapturedModule:
     )
 
 
-def capture_step(root: nn.Module, step: OpenStep, arguments: Tree) -> CapturedModule:
+def capture_step(
+    root: nn.Module, step: OpenStep, arguments: Tree, *, is_whole: bool = False
+) -> CapturedModule:
     """Capture a training step that calls several submodules, and check that the layers agree.
 
     Args:
@@ -45,12 +47,13 @@ def capture_step(root: nn.Module, step: OpenStep, arguments: Tree) -> CapturedMo
         step: Opens the training step, whose run must leave nothing behind. The step returns all
             tensors that count, such as the loss and logged values.
         arguments: (args, kwargs) of its call.
+        is_whole: True if a batch is its only micro-batch.
 
     Raises:
         UnsupportedStepError: If the step cannot be cut.
     """
     return _best_of(
-        lambda blocks, **how: BlockCapture(root, blocks, arguments, step, **how),
+        lambda blocks, **how: BlockCapture(root, blocks, arguments, step, is_whole=is_whole, **how),
         root,
         f"{type(root).__name__}.training_step must call several submodules",
         "Name one module to cut with HeteroPipeStrategy(module=...).",

@@ -53,7 +53,9 @@ def cut_on_samples(context: StepContext, samples: ProfileSamples) -> Pipelined:
     _refuse_compiled(context)
     inputs = _at_home(context, inputs)
     with explaining_single_samples(samples_in(inputs) == 1):
-        cut = pipelined.captured_on(context.module, inputs, step)
+        cut = pipelined.captured_on(
+            context.module, inputs, step, is_whole=samples.microbatches == 1
+        )
     if pipelined.is_step and samples.microbatches > 1 and cut.captured is not None:
         batch = _at_home(context, (context.trial_args(samples.whole_batch), {}))
         reason = coupling(cut.captured, batch)
@@ -66,6 +68,27 @@ def cut_on_samples(context: StepContext, samples: ProfileSamples) -> Pipelined:
     elif samples.microbatches > 1 and cut.captured is not None:
         _refuse_mixed_end(context, cut.module, cut.captured, samples)
     return cut
+
+
+def bytes_with_whole_batches(context: StepContext, samples: ProfileSamples) -> int:
+    """Return the parameter bytes of the layers that there are with one micro-batch per batch.
+
+    Args:
+        context: Context of the user's steps.
+        samples: The first samples. 0 is returned if they are the only micro-batch, and if there are
+            not several layers.
+    """
+    if samples.microbatches == 1:
+        return 0
+    try:
+        batch = samples.whole_batch
+        inputs = [] if context.pipelined.is_step else [module_inputs(context, batch)]
+        whole = replace(samples, microbatches=1, batches=[batch], inputs=inputs)
+        layers = cut_on_samples(context, whole).layers
+        return sum(layers.parameter_bytes()) if len(layers.modules) > 1 else 0
+    except Exception:
+        # The user's code may raise anything.
+        return 0
 
 
 def _refuse_mixed_end(

@@ -89,7 +89,10 @@ def _refuse_compiled_list(root: nn.Module, path: str) -> None:
 
 
 def require_layers(
-    pipelined: PipelinedModule | PipelinedStep, stages: int, uncut_reason: str = ""
+    pipelined: PipelinedModule | PipelinedStep,
+    stages: int,
+    uncut_reason: str = "",
+    hint: str = "",
 ) -> None:
     """Check that every stage can get a layer.
 
@@ -97,13 +100,14 @@ def require_layers(
         pipelined: The module.
         stages: Number of stages.
         uncut_reason: Why the module's own code could not be cut; empty if that was not tried.
+        hint: Sentence that says how to cut more of a step.
 
     Raises:
         ConfigError: If there are fewer layers than stages.
     """
     count = len(pipelined.layers.modules)
     if isinstance(pipelined, PipelinedStep) and (uncut_reason or count < stages):
-        raise _uncut_step(pipelined, stages, uncut_reason)
+        raise _uncut_step(pipelined, stages, uncut_reason, hint)
     if count < stages:
         kind = type(pipelined.module).__name__
         if isinstance(pipelined.module, nn.Sequential) and not is_plain_sequential(
@@ -125,7 +129,7 @@ def require_layers(
         )
 
 
-def _uncut_step(pipelined: PipelinedStep, stages: int, reason: str) -> ConfigError:
+def _uncut_step(pipelined: PipelinedStep, stages: int, reason: str, hint: str) -> ConfigError:
     root, names = pipelined.module, [name for name, _ in _candidates(pipelined.module)]
     if not reason:
         layers = ", ".join(pipelined.layers.names)
@@ -136,7 +140,7 @@ def _uncut_step(pipelined: PipelinedStep, stages: int, reason: str) -> ConfigErr
         )
     return ConfigError(
         f"{type(root).__name__}.training_step must be one that can be cut into stages, got one "
-        f"that cannot be cut: {reason} Or name the module with most of the computation "
+        f"that cannot be cut: {reason}{hint} Or name the module with most of the computation "
         f"({', '.join(names)}), such as HeteroPipeStrategy(module={names[0]!r}). All others are "
         "then not cut: every rank holds them whole."
     )

@@ -139,13 +139,16 @@ class PipelinedModule:
         # The forward of a sequence or list of layers does nothing but to call them.
         return modules[1:] if has_several_layers(self.module) else modules
 
-    def captured_on(self, root: nn.Module, inputs: Tree, step: OpenStep) -> PipelinedModule:
+    def captured_on(
+        self, root: nn.Module, inputs: Tree, step: OpenStep, *, is_whole: bool = False
+    ) -> PipelinedModule:
         """Return this module cut into layers, if it has none yet; it runs a few times.
 
         Args:
             root: The LightningModule.
             inputs: (args, kwargs) of a call of the module, or of the step that is cut.
             step: Opens the training step, whose run leaves nothing behind.
+            is_whole: True if a batch is its only micro-batch.
 
         Raises:
             UnsupportedStepError: If the module cannot be cut.

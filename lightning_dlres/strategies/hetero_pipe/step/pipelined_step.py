@@ -86,10 +86,12 @@ class PipelinedStep:
         """Empty, since every rank runs the code around the calls of its layers."""
         return []
 
-    def captured_on(self, root: nn.Module, inputs: Tree, step: OpenStep) -> PipelinedStep:
+    def captured_on(
+        self, root: nn.Module, inputs: Tree, step: OpenStep, *, is_whole: bool = False
+    ) -> PipelinedStep:
         if self.captured is not None:
             return replace(self, captured=self.captured.with_step(step))
-        captured = capture_step(root, step, inputs)
+        captured = capture_step(root, step, inputs, is_whole=is_whole)
         layers = ModelLayers(
             root, captured.names, captured.blocks, container="", shared=captured.shared_parameters
         )
