@@ -31,6 +31,7 @@ from lightning_dlres.pipeline.profile.run_profile import LayerProfile, RunProfil
 from lightning_dlres.pipeline.stage.initialise import fill_deferred
 from lightning_dlres.pipeline.stage.layer_errors import is_lack_of_memory
 from lightning_dlres.strategies.connection import Connection
+from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
 from lightning_dlres.strategies.hetero_pipe.checks.inspection import inspect_step
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import NoCopyError
 from lightning_dlres.strategies.hetero_pipe.data.profile_samples import (
@@ -47,6 +48,7 @@ from lightning_dlres.strategies.hetero_pipe.step.cutting import (
 )
 from lightning_dlres.strategies.hetero_pipe.step.evaluated_calls import EvaluatedCalls
 from lightning_dlres.strategies.hetero_pipe.step.module_search import require_layers
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import PipelinedStep
 from lightning_dlres.strategies.hetero_pipe.step.step_context import Pipelined, StepContext
 
 # Errors after which a plan without measurements serves.
@@ -105,7 +107,7 @@ class RunPlanner:
         self._optimizers = optimizers
         self._model_is_whole, self._keeps_placement = model_is_whole, keeps_placement
         # Why the pipelined module's own code was not cut; empty if it was, or need not be.
-        self._uncut_reason = self._hint = ""
+        self._uncut_reason = self._hint = self._refused = ""
 
     @property
     def _pipelined(self) -> Pipelined:
@@ -136,6 +138,27 @@ class RunPlanner:
             UnsupportedStepError: If the step uses a tensor that a layer made, other than the
                 module's output.
         """
+        try:
+            return self._plan(trainer, previous)
+        except NeedsCutStepError as error:
+            if not self._may_cut_step:
+                raise
+            rank_zero_info(
+                f"dlres: training_step is cut into stages in the place of "
+                f"{self._pipelined.path!r}. {error.reason}"
+            )
+            self._refused = error.reason
+        self._context.pipeline(PipelinedStep.of(self._module))
+        return self._plan(trainer, previous)
+
+    @property
+    def _may_cut_step(self) -> bool:
+        """Whether the step may be cut in the place of a module that the user has not named."""
+        options = self._options
+        is_chosen = options.module is None and options.given_plan is None
+        return is_chosen and self._model_is_whole and not self._pipelined.is_step
+
+    def _plan(self, trainer: Trainer, previous: PipelinePlan | None) -> PlannedRun:
         fitting = trainer.state.fn == TrainerFn.FITTING
         world_size = self._connection.world_size
         will_measure = self._options.given_plan is None and world_size > 1
@@ -152,7 +175,7 @@ class RunPlanner:
         if samples is not None and has_values:
             samples = self._capture(samples)
         if fitting and is_pipelined and self._pipelined.is_step and not self._is_cut:
-            require_layers(self._pipelined, 1, self._uncut_reason or _NO_VALUES)
+            self._require_layers(1, self._uncut_reason or _NO_VALUES)
         plan = self._make_plan(trainer, previous, samples)
         if is_pipelined and fitting:
             self._say_what_is_whole()
@@ -188,6 +211,9 @@ class RunPlanner:
         self._hint = self._hint_for(pipelined, samples)
         self._context.pipeline(pipelined)
         return with_inputs(self._context, samples)
+
+    def _require_layers(self, stages: int, uncut_reason: str) -> None:
+        require_layers(self._pipelined, stages, uncut_reason, self._hint, self._refused)
 
     def _hint_for(self, cut: Pipelined, samples: ProfileSamples) -> str:
         """Return a sentence that says how to cut more of a step that is mostly whole."""
@@ -246,7 +272,7 @@ class RunPlanner:
         world_size, options = self._connection.world_size, self._options
         if options.given_plan is not None:
             if self._uncut_reason:
-                require_layers(self._pipelined, options.given_plan.stages, self._uncut_reason)
+                self._require_layers(options.given_plan.stages, self._uncut_reason)
             return adopt_plan(
                 options.given_plan, self._unmeasured_layers(), self._pipelined.path, world_size
             )
@@ -258,10 +284,10 @@ class RunPlanner:
         profile = None
         if samples is not None and world_size > 1:
             stages = options.least_stages(world_size)
-            require_layers(self._pipelined, stages, self._uncut_reason, self._hint)
+            self._require_layers(stages, self._uncut_reason)
             profile = self._profile(trainer, samples)
         if profile is None:
-            require_layers(self._pipelined, len(replicas[0]), self._uncut_reason, self._hint)
+            self._require_layers(len(replicas[0]), self._uncut_reason)
             return unmeasured_plan(self._unmeasured_layers(), replicas)
         return self._search(profile)
 
@@ -298,6 +324,9 @@ class RunPlanner:
         refusal = self._first_of_ranks(inspection.refusal)
         if refusal is not None:
             raise UnsupportedStepError(refusal)
+        needs_cut = self._first_of_ranks(inspection.needs_cut) if self._may_cut_step else None
+        if needs_cut is not None:
+            raise NeedsCutStepError(needs_cut, "")
         if inspection.failure is not None:
             _log_untried_step(inspection.failure)
         layer_warning = inspection.warning()
@@ -346,10 +375,14 @@ class RunPlanner:
                 # A plan without measurements may serve after these errors. Any other error comes
                 # from user code, and must be shown unless samples serve only the optional trial.
                 is_expected = is_lack_of_memory(error) or isinstance(error, _NO_SAMPLES)
-                if will_measure and not is_expected:
-                    raise
                 samples_or_error = [None, None, None, None, f"{type(error).__name__}: {error}"]
+                if isinstance(error, NeedsCutStepError) and self._may_cut_step:
+                    samples_or_error = [True, None, None, None, error.reason]
+                elif will_measure and not is_expected:
+                    raise
         *samples, reason = self._connection.broadcast(samples_or_error, 0)
+        if samples[0] is True:
+            raise NeedsCutStepError(reason, "")
         if reason is None:
             return ProfileSamples(*samples)
         self._uncut_reason = reason

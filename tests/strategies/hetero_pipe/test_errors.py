@@ -23,6 +23,7 @@ from lightning_dlres import (
     PipelinePlan,
     UnsupportedStepError,
 )
+from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import PipelinedWeightGuard
 from tests.support.models import QUIET, Samples, mlp
 from tests.support.rank_pool import RankContext, RankOutcome, RankPool
@@ -416,7 +417,7 @@ def assert_raised_on_all_ranks(
         (
             CallsNetTwice,
             Samples,
-            UnsupportedStepError,
+            NeedsCutStepError,
             "exactly once in every step, got a second call",
         ),
         (

@@ -17,6 +17,7 @@ from lightning_dlres.core._compat import is_transforming
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.pipeline.capture.block_calls import checkpoint_around
 from lightning_dlres.pipeline.stage.module_attributes import are_identical
+from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,11 @@ class CallModes:
                 f"{step} must call {path!r} where gradients are recorded, got a call within "
                 "an activation checkpoint with use_reentrant=True. Set use_reentrant=False."
             )
-        raise UnsupportedStepError(
+        raise NeedsCutStepError(
             f"{step} must call {path!r} where gradients are recorded, since other ranks train "
-            "its layers, got a call within torch.no_grad() or the like. Cut the step instead, "
-            "where some modules may be called so: HeteroPipeStrategy(module='training_step')."
+            "its layers, got a call within torch.no_grad() or the like.",
+            "Cut the step instead, where some modules may be called so: "
+            "HeteroPipeStrategy(module='training_step').",
         )
 
 

@@ -24,6 +24,7 @@ from lightning_dlres.pipeline.deferred.values import is_deferred, stand_in_value
 from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES
 from lightning_dlres.pipeline.stage.stage import Layer
+from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import LayerTensorGuard
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
@@ -43,12 +44,14 @@ class StepInspection:
     Attributes:
         refusal: Reason why the step cannot be trained over stages; None if it can.
         failure: Error that ended the trial, so that nothing is known of the step; None without one.
+        needs_cut: Why the step must be cut in the place of the module; None if it need not.
         layers: Names of the layers whose result depends on the micro-batches, with the reasons.
         written_parameters: Parameters that a layer's forward writes to.
     """
 
     refusal: str | None = None
     failure: str | None = None
+    needs_cut: str | None = None
     layers: dict[str, list[str]] = field(default_factory=dict)
     written_parameters: set[nn.Parameter] = field(default_factory=set)
 
@@ -87,6 +90,8 @@ def inspect_step(context: StepContext, batch: Any) -> StepInspection:
             inspection.refusal = str(guard.refusal)
         else:
             inspection.failure = f"{type(error).__name__}: {error}"
+            if isinstance(error, NeedsCutStepError):
+                inspection.needs_cut = error.reason
     finally:
         step.restore_metrics()
         rewind_random_state()

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.pipeline.capture.segment_state import CUT_THE_STEP
+from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
 
 
 class _MemberOutput:
@@ -38,22 +39,22 @@ class _MemberOutput:
             placeholders[0]._misuse()
             if placeholders
             # The placeholder is inside a container, such as the list that `torch.cat` gets.
-            else UnsupportedStepError(
+            else NeedsCutStepError(
                 "The output of a member of a pipelined nn.ModuleList must only be passed to the "
-                f"next member, got a use in {getattr(function, '__name__', '?')}. Move the code "
-                "between the members into the members."
+                f"next member, got a use in {getattr(function, '__name__', '?')}.",
+                f"Move the code between the members into the members, or {CUT_THE_STEP}.",
             )
         )
 
     __hash__ = object.__hash__
 
-    def _misuse(self) -> UnsupportedStepError:
+    def _misuse(self) -> NeedsCutStepError:
         path, index = self.__dict__["path"], self.__dict__["index"]
-        return UnsupportedStepError(
+        return NeedsCutStepError(
             f"The output of '{path}.{index}' must only be used as the first argument of "
             f"'{path}.{index + 1}', got another use. The members of a pipelined nn.ModuleList must "
-            "be called one after the other, with nothing in between. Move the code between them "
-            "into the members, or cut the step with HeteroPipeStrategy(module='training_step')."
+            "be called one after the other, with nothing in between.",
+            f"Move the code between them into the members, or {CUT_THE_STEP}.",
         )
 
 
@@ -93,22 +94,24 @@ class _ListCall:
         """Check that a call of a member continues the series.
 
         Raises:
-            UnsupportedStepError: If the member or its arguments are not those that the series needs
+            NeedsCutStepError: If the member or its arguments are not those that the series needs
                 next, or if gradients are recorded only here or only before.
         """
         if self.next_index != index or first is not self.previous:
-            raise UnsupportedStepError(
+            raise NeedsCutStepError(
                 f"The members of the pipelined nn.ModuleList {path!r} must be called in order, "
                 "each once, with the previous one's output as the first argument, got a call of "
-                f"'{path}.{index}' out of turn. Call all members in one loop over the list."
+                f"'{path}.{index}' out of turn.",
+                f"Call all members in one loop over the list, or {CUT_THE_STEP}.",
             )
         if torch.is_grad_enabled() != self.records_gradients:
             here, before = ("without", "with") if self.records_gradients else ("with", "without")
-            raise UnsupportedStepError(
+            raise NeedsCutStepError(
                 f"The members of the pipelined nn.ModuleList {path!r} must all be called with "
                 f"gradients recorded, or all without, got '{path}.{index}' {here} and '{path}.0' "
-                f"{before}. Cut the step instead, where some of them may be called within "
-                "torch.no_grad(): HeteroPipeStrategy(module='training_step')."
+                f"{before}.",
+                "Cut the step instead, where some of them may be called within torch.no_grad(): "
+                "HeteroPipeStrategy(module='training_step').",
             )
         _, first_args, first_kwargs = self.inputs
         has_same_args = len(args) == len(first_args) and all(
@@ -119,10 +122,11 @@ class _ListCall:
             or kwargs.keys() != first_kwargs.keys()
             or any(kwargs[k] is not first_kwargs[k] for k in kwargs)
         ):
-            raise UnsupportedStepError(
+            raise NeedsCutStepError(
                 f"'{path}.{index}' must be called with the same further arguments as '{path}.0', "
                 "got other objects. All members share one copy, which is sent along with the "
-                "activations. Pass the very same objects."
+                "activations.",
+                f"Pass the very same objects, or {CUT_THE_STEP}.",
             )
 
 
@@ -139,9 +143,10 @@ def list_forwards(
     def forward_of(index: int) -> Callable[..., Tree]:
         def forward(*positional: Any, **kwargs: Any) -> Tree:
             if not positional:
-                raise UnsupportedStepError(
+                raise NeedsCutStepError(
                     f"'{path}.{index}' must be called with its input as the first positional "
-                    "argument, got keyword arguments only. Pass the input without a name."
+                    "argument, got keyword arguments only.",
+                    f"Pass the input without a name, or {CUT_THE_STEP}.",
                 )
             first, args = positional[0], positional[1:]
             if index == 0:

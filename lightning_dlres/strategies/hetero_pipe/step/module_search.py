@@ -93,6 +93,7 @@ def require_layers(
     stages: int,
     uncut_reason: str = "",
     hint: str = "",
+    refused: str = "",
 ) -> None:
     """Check that every stage can get a layer.
 
@@ -101,13 +102,14 @@ def require_layers(
         stages: Number of stages.
         uncut_reason: Why the module's own code could not be cut; empty if that was not tried.
         hint: Sentence that says how to cut more of a step.
+        refused: Sentence that says why a module could not be cut in the place of the step.
 
     Raises:
         ConfigError: If there are fewer layers than stages.
     """
     count = len(pipelined.layers.modules)
     if isinstance(pipelined, PipelinedStep) and (uncut_reason or count < stages):
-        raise _uncut_step(pipelined, stages, uncut_reason, hint)
+        raise _uncut_step(pipelined, stages, uncut_reason, hint, refused)
     if count < stages:
         kind = type(pipelined.module).__name__
         if isinstance(pipelined.module, nn.Sequential) and not is_plain_sequential(
@@ -129,7 +131,9 @@ def require_layers(
         )
 
 
-def _uncut_step(pipelined: PipelinedStep, stages: int, reason: str, hint: str) -> ConfigError:
+def _uncut_step(
+    pipelined: PipelinedStep, stages: int, reason: str, hint: str, refused: str
+) -> ConfigError:
     root, names = pipelined.module, [name for name, _ in _candidates(pipelined.module)]
     if not reason:
         layers = ", ".join(pipelined.layers.names)
@@ -138,11 +142,16 @@ def _uncut_step(pipelined: PipelinedStep, stages: int, reason: str, hint: str) -
             f"({layers}). A module is none if it is called again with what a later one has "
             "returned, or if its tensors are used outside of it."
         )
+    other_way = (
+        f"Nor can one module be cut alone: {refused}"
+        if refused
+        else f"Or name the module with most of the computation ({', '.join(names)}), such as "
+        f"HeteroPipeStrategy(module={names[0]!r}). All others are then not cut: every rank holds "
+        "them whole."
+    )
     return ConfigError(
         f"{type(root).__name__}.training_step must be one that can be cut into stages, got one "
-        f"that cannot be cut: {reason}{hint} Or name the module with most of the computation "
-        f"({', '.join(names)}), such as HeteroPipeStrategy(module={names[0]!r}). All others are "
-        "then not cut: every rank holds them whole."
+        f"that cannot be cut: {reason}{hint} {other_way}"
     )
 
 

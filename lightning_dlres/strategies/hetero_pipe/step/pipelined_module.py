@@ -28,13 +28,14 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, tensors_of
 from lightning_dlres.pipeline.capture.captured import CapturedModule
 from lightning_dlres.pipeline.capture.crossing import Returned
-from lightning_dlres.pipeline.capture.segment_state import OpenStep
+from lightning_dlres.pipeline.capture.segment_state import CUT_THE_STEP, OpenStep
 from lightning_dlres.pipeline.capture.tracing.capturing import capture
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.microbatch import output_of
 from lightning_dlres.pipeline.stage.module_attributes import are_identical
 from lightning_dlres.pipeline.stage.stage import Chain, Layer
 from lightning_dlres.strategies.hetero_pipe.calls.modes import CallModes
+from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
 from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import (
     forwards_replaced,
     original_forward,
@@ -164,7 +165,12 @@ class PipelinedModule:
         return replace(self, layers=layers, captured=captured)
 
     def cut_like(self, other: Any) -> PipelinedModule:
-        """Return this module with the layers of another one, if that is the same module."""
+        """Return this module with the layers of another one, if that is the same module.
+
+        A step that an earlier run had to cut in the place of this module is returned.
+        """
+        if getattr(other, "is_step", False) and other.module is self.layers.root:
+            return other  # type: ignore[no-any-return]
         is_same = isinstance(other, PipelinedModule) and other.path == self.path
         return other if is_same and other.module is self.module else self
 
@@ -309,14 +315,16 @@ class PipelinedModule:
         expected.require_unchanged(step, self.path, PipelinedModule._answered.__code__)
 
     def _wrong_number_of_calls(self, num_calls: int) -> UnsupportedStepError:
-        if num_calls:
-            got, fix = "a second call", "Concatenate the inputs and call it once."
-        else:
-            got = "a step that returned without a call"
-            fix = "Name the module that it calls: HeteroPipeStrategy(module='...')."
-        return UnsupportedStepError(
+        rule = (
             f"{type(self.layers.root).__name__}.training_step must call {self.path!r}, the "
-            f"pipelined module, exactly once in every step, got {got}. {fix}"
+            "pipelined module, exactly once in every step, got"
+        )
+        if num_calls:
+            fix = f"Concatenate the inputs and call it once, or {CUT_THE_STEP}."
+            return NeedsCutStepError(f"{rule} a second call.", fix)
+        return UnsupportedStepError(
+            f"{rule} a step that returned without a call. Name the module that it calls: "
+            "HeteroPipeStrategy(module='...')."
         )
 
 

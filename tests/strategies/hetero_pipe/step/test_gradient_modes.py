@@ -75,7 +75,7 @@ REFUSED = {
         "call 'net' where gradients are recorded.*no_grad",
     ),
     "epoch": (lambda: LinearProbe(1), {"module": "net"}, "call 'net' where gradients are recorded"),
-    "frozen": (lambda: Blocks("frozen"), {}, "got 'net.2' with and 'net.0' without"),
+    "frozen": (lambda: Blocks("frozen"), {"module": "net"}, "got 'net.2' with and 'net.0' without"),
     "reentrant": (lambda: Blocks("reentrant"), {}, "Set use_reentrant=False"),
 }
 
