@@ -24,6 +24,16 @@ METADATA = frozenset(
 
 
 # Hooks act where a tensor's gradient is summed, and a tensor that crosses is on two stages.
+# Methods that are named like in-place operations and change no values.
+_SETTINGS = ("requires_grad_", "detach_", "share_memory_")
+# Operators of augmented assignment.
+_AUGMENTED = frozenset(
+    f"__i{name}__"
+    for name in (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+        *("and", "or", "xor", "lshift", "rshift"),
+    )
+)
 TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
@@ -42,6 +52,21 @@ def operation_name(function: Any) -> str:
     if name in ("__get__", "__set__"):
         return getattr(getattr(function, "__self__", None), "__name__", name)
     return name
+
+
+def written_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments that an operation changes in place, as its name tells.
+
+    Args:
+        name: Name of the operation.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+    """
+    is_method = name.endswith("_") and not name.endswith("__") and name not in _SETTINGS
+    if is_method or name == "__setitem__" or name in _AUGMENTED:
+        # Functions of torch.nn.init pass all on by name.
+        return args[:1] or tuple(kwargs.values())
+    return (kwargs["out"],) if kwargs.get("out") is not None else ()
 
 
 def is_decision(function: Any, name: str, arguments: Any, outputs: Any) -> bool:

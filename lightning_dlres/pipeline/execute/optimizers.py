@@ -209,7 +209,8 @@ def set_state_device(optimizer: Optimizer, device: torch.device) -> None:
 def _on_device(value: Any, device: torch.device) -> Any:
     """Return an entry of an optimizer's state with its tensors on a device."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        # An optimizer may keep values for all weights, also for those of other stages.
+        return value if value.is_meta else value.to(device)
     if type(value) is dict:
         return {key: _on_device(item, device) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -318,11 +318,10 @@ class PrefetchLoader:
         if self._pool is None:
             classes = self._config.source.classes
             maker = BatchMaker(self._decode, self._collate, self.data_set.encoding, classes)
-            client, reader = self.client, None
-            if isinstance(client, DirectClient):
-                reader = client.reader, self._config.source.timeout
+            client, timeout = self.client, self._config.source.timeout
+            reader = client.reader if isinstance(client, DirectClient) else None
             self._pool = DecodePool(
-                maker, self._num_workers, self._worker_type, self._pin_memory, reader
+                maker, self._num_workers, self._worker_type, self._pin_memory, reader, timeout
             )
         return self._pool
 

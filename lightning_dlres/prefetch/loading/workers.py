@@ -10,12 +10,18 @@ import math
 import multiprocessing
 import os
 import random
+import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -25,7 +31,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lightning_dlres.core.checks import one_of, whole_number
-from lightning_dlres.core.errors import ConfigError, add_note
+from lightning_dlres.core.errors import ConfigError, PeerLostError, PeerTimeoutError, add_note
 from lightning_dlres.core.rng import seed_all_devices
 from lightning_dlres.prefetch.cache.samples import Sample, Samples
 from lightning_dlres.prefetch.loading.items import decode_item
@@ -41,6 +47,8 @@ Decode = Callable[[Sample], Any]
 Collate = Callable[[list[Any]], Any]
 # Seconds between the checks with which a worker notices the end of its parent.
 _WATCH_SECONDS = 0.5
+# Seconds between the checks if workers have been stopped, while a batch is awaited.
+_CHECK_SECONDS = 1.0
 # Minimum size, in bytes, of a tensor whose memory is reused. The allocator itself keeps smaller
 # blocks for the next tensor. It may return larger blocks to the system; then the next tensor of
 # that size causes a page fault for each page.
@@ -190,8 +198,10 @@ class DecodePool:
         kind: "thread" for a `decode` that releases the interpreter lock, as most image decoders do;
             "process" for any other.
         pin_memory: True: tensors of a batch are copied into page-locked memory, if there is a GPU.
-        reader: Reader, and timeout in seconds, for worker processes that read samples themselves.
-            None: workers receive samples that have been read.
+        reader: Reader for worker processes that read samples themselves. None: workers receive
+            samples that have been read.
+        timeout: Seconds after which a read of a worker process fails, and after which one that has
+            been stopped is an error.
 
     Raises:
         ConfigError: If an argument is out of its range, or cannot be sent to a process.
@@ -203,14 +213,15 @@ class DecodePool:
         num_workers: int = 0,
         kind: Workers = "thread",
         pin_memory: bool = False,
-        reader: tuple[Reader, float] | None = None,
+        reader: Reader | None = None,
+        timeout: float = 30.0,
     ) -> None:
         whole_number("num_workers", num_workers, "num_workers=2", least=0)
         one_of("worker_type", kind, get_args(Workers), "worker_type='thread'")
         if num_workers and kind == "process":
             _check_can_be_sent(maker)
         self._maker, self.num_workers, self._kind = maker, num_workers, kind
-        self._reader = reader
+        self._reader, self._timeout = reader, timeout
         # Page-lock in this process, because the tensors of a worker process arrive in memory that
         # is not page-locked.
         self._pins_memory = pin_memory and torch.cuda.is_available()
@@ -240,8 +251,38 @@ class DecodePool:
         return pin_batch(batch) if self._pins_memory else batch
 
     def _result(self, future: Future[Any], held: Samples | LocalSamples) -> Any:
-        batch = future.result()
+        try:
+            self._wait(future)
+            batch = future.result()
+        except BrokenProcessPool:
+            raise PeerLostError(
+                "A worker process that makes batches has ended before it made its batch: it was "
+                "killed, for instance for lack of memory, or decode or collate ended it. Use fewer "
+                "workers or smaller batches, or worker_type='thread' to see an error of decode."
+            ) from None
         return pin_batch(batch) if self._pins_memory else batch
+
+    def _wait(self, future: Future[Any]) -> None:
+        """Wait until a batch is made, or its maker has failed.
+
+        Raises:
+            PeerTimeoutError: If a worker process has been stopped for longer than the timeout.
+        """
+        stopped_since: float | None = None
+        while not futures.wait([future], timeout=_CHECK_SECONDS).done:
+            stopped, now = _stopped_children(), time.monotonic()
+            stopped_since = (stopped_since or now) if stopped else None
+            if stopped_since is None or now - stopped_since < self._timeout:
+                continue
+            for pid in stopped:
+                # The pool's end would wait for it.
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise PeerTimeoutError(
+                f"Worker processes that make batches must run, got {stopped} stopped for "
+                f"{self._timeout:g} s. They have been ended. Start again, and stop the whole "
+                "process group to pause a run."
+            )
 
     def _running_executor(self) -> Executor:
         if self._executor is None:
@@ -259,7 +300,7 @@ class DecodePool:
                     initargs=(
                         None if is_forked_by_server else os.getpid(),
                         self._maker,
-                        self._reader,
+                        None if self._reader is None else (self._reader, self._timeout),
                     ),
                 )
         return self._executor
@@ -325,4 +366,32 @@ def _make_in_worker(samples: Samples | LocalSamples) -> Any:
     seed_all_devices(seed % 2**63)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    return _maker(samples)
+    try:
+        return _maker(samples)
+    except Exception as error:
+        raise _sendable(error) from None
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return an error, or one with its text if another process cannot make it again.
+
+    The pool takes such an error for the end of a worker.
+    """
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception:
+        text = "".join(traceback.format_exception(error))
+        return RuntimeError(f"{type(error).__name__}: {error}\n\nIn the worker process:\n{text}")
+    return error
+
+
+def _stopped_children() -> list[int]:
+    """Return the ids of child processes that a signal has stopped; Linux tells them."""
+    stopped = []
+    for child in multiprocessing.active_children():
+        with suppress(OSError):
+            # The command's name, in parentheses, may itself contain spaces and parentheses.
+            state = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state == "T" and child.pid is not None:
+                stopped.append(child.pid)
+    return stopped

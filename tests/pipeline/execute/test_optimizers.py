@@ -365,3 +365,12 @@ def test_the_trial_does_not_change_the_global_random_state(
     assert torch.equal(after["python"][1], before["python"][1])
     assert torch.equal(after["numpy"][0], before["numpy"][0])
     assert after["numpy"][1:] == before["numpy"][1:]
+
+
+def test_state_of_weights_of_other_stages_stays_without_values() -> None:
+    weight = nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight] = {"slow": weight.detach().clone(), "steps": [3]}
+    set_state_device(optimizer, torch.device("cpu"))
+    assert optimizer.state[weight]["slow"].is_meta
+    assert optimizer.state[weight]["steps"] == [3]

@@ -19,7 +19,7 @@ from lightning_dlres.pipeline.capture.block_calls import (
     without_graphs,
 )
 from lightning_dlres.pipeline.capture.crossing import without_objects
-from lightning_dlres.pipeline.capture.modes import Mode, seed_layer, trial
+from lightning_dlres.pipeline.capture.modes import Mode, parameters_restored, seed_layer, trial
 from lightning_dlres.pipeline.capture.operations import is_metadata, operation_name
 from lightning_dlres.pipeline.capture.trace import Trace, seed_number
 from lightning_dlres.pipeline.deferred.values import has_deferred
@@ -118,7 +118,9 @@ def _check(captured: CapturedModule, inputs: Tree, expected: Tree) -> None:
     """Run the layers one by one; raise unless they give the output of the module."""
     crossing, step = map_tensors(Tensor.clone, inputs), captured.step
     if step is not None:
-        crossing = captured.begin(step, crossing, seed_layer)
+        # The step runs its beginning once more for its end.
+        with parameters_restored(captured.module):
+            crossing = captured.begin(step, crossing, seed_layer)
     for layer in range(len(captured.blocks)):
         # As between stages; code may ask for a tensor's graph, or if it is a leaf.
         crossing = map_tensors(without_graph, crossing)

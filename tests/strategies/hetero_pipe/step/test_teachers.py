@@ -50,7 +50,28 @@ class Distilled(Classifier):
             teacher.lerp_(student, 0.1)
 
 
+class MeanTeacher(Classifier):
+    """A teacher that follows at the start of the step; it starts elsewhere than the student."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.teacher = nn.Linear(16, 16).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for teacher, student in zip(
+                self.teacher.parameters(), self.first.parameters(), strict=True
+            ):
+                teacher.mul_(0.9).add_(student, alpha=0.1)
+        first, second = self.first(batch[0]), self.first(2 * batch[0])
+        with torch.no_grad():
+            target = self.teacher(batch[0])
+        return F.cross_entropy(self.net(first), batch[1]) + F.mse_loss(second, target)
+
+
 CASES = {
+    "in the step": Case(MeanTeacher, options=OPTIONS),
     "cut step": Case(lambda: Distilled(is_shared=True), options=OPTIONS),
     "cut student": Case(lambda: Distilled(is_shared=True), options={**OPTIONS, "module": "net"}),
 }
