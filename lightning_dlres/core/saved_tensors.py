@@ -6,12 +6,14 @@ different tensors share one pair of hooks: an engine claims the tensors that are
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from lightning_dlres.core._compat import (
@@ -24,6 +26,27 @@ from lightning_dlres.core._compat import (
 
 # Function that returns a saved tensor for backward.
 Restore = Callable[[], Tensor]
+
+
+# Functions of torch whose operations save a tensor before they write it: the noise of rrelu.
+_WRITTEN_LATER = frozenset({F.rrelu.__code__})
+# Frames between a hook on saved tensors and the function that saves one: `untraced` adds one.
+_FRAMES = 4
+
+
+def is_written_later() -> bool:
+    """Return True if the hook that asks gets a tensor whose values its operation has yet to write.
+
+    A copy would have other values.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame.f_code in _WRITTEN_LATER:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def has_storage(tensor: Tensor) -> bool:

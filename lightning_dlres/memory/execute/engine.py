@@ -22,6 +22,7 @@ from lightning_dlres.core.saved_tensors import (
     UnmanagedTensor,
     claimed,
     has_storage,
+    is_written_later,
     require_unchanged,
 )
 from lightning_dlres.core.untraced import untraced
@@ -77,6 +78,8 @@ class OffloadEngine:
             restore = claimed(tensor)
             if restore is not None:
                 return restore
+            if is_written_later():
+                return _Packed(UnmanagedTensor(tensor), None)
             with self._lock:
                 return self._pack(tensor, policy)
 

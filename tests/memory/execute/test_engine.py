@@ -100,6 +100,19 @@ def test_storages_can_be_offloaded_to_a_file(tmp_path: Path) -> None:
     require_parity(engine, step, net)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_noise_that_is_saved_before_it_is_written(engine: ScriptedEngine, inplace: bool) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.RReLU(inplace=inplace), nn.Linear(8, 3))
+
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        with hooks():
+            loss = net(torch.randn(5, 6)).square().mean()
+        loss.backward()
+        return [loss.detach(), *gradients(net)]
+
+    require_parity(engine, step, net)
+
+
 def test_views_transposes_and_expands(engine: ScriptedEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         x = torch.randn(6, 8, requires_grad=True)
