@@ -18,7 +18,7 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
 from lightning_dlres.datamodules.class_labels import ClassLabels
 from lightning_dlres.datamodules.prefetch_metrics import MetricsLog
-from lightning_dlres.datamodules.ranks import data_parallel_ranks
+from lightning_dlres.datamodules.ranks import attached, data_parallel_ranks
 from lightning_dlres.datamodules.split_configs import SOURCE_OPTIONS, SplitConfigs, TailRule
 from lightning_dlres.datamodules.splits import (
     LABELLED,
@@ -31,6 +31,7 @@ from lightning_dlres.datamodules.splits import (
 from lightning_dlres.datamodules.stores import SplitStores, require_set_up
 from lightning_dlres.datamodules.training_progress import (
     TrainingProgress,
+    keep_order,
     num_epochs,
     resume_of_same_length,
     rewind,
@@ -225,9 +226,10 @@ class PrefetchCacheDataModule(LightningDataModule):
         # Loaders by the name of their source: "train", "val", or "val-0" in a list.
         self._loaders: dict[str, PrefetchLoader] = {}
         self._generation = 0
-        # States of the training loader: in a checkpoint, until it is made, and when it was made.
+        # States of the training loader: in a checkpoint, when made, and at the end of training.
         self._train_state: dict[str, Any] | None = None
         self._train_start: dict[str, Any] | None = None
+        self._ended: dict[str, Any] | None = None
         # Number of the next pass over each validation set, from a checkpoint.
         self._next_passes: dict[str, int] = {}
         self._metrics_log = MetricsLog()
@@ -286,6 +288,7 @@ class PrefetchCacheDataModule(LightningDataModule):
     @override
     def setup(self, stage: str) -> None:
         trainer = self._trainer()
+        self._ended = None if stage == "fit" else self._ended
         self._job = self._job or str(trainer.strategy.broadcast(uuid.uuid4().hex[:12], 0))
         names = {"fit": ("train", "val"), "validate": ("val",)}.get(stage, (stage,))
         needs_classes = False
@@ -316,6 +319,7 @@ class PrefetchCacheDataModule(LightningDataModule):
             rank_zero_warn("overfit_batches is set: training samples come in the data set's order.")
             shuffle = False
         loader = self._make_loader("train", "train", self._tail, shuffle)
+        keep_order(loader, self._ended)
         self._train_start = loader.state_dict()
         if self._train_state is not None and trainer.state.fn == "fit":
             whole_epoch = len(loader)
@@ -355,6 +359,7 @@ class PrefetchCacheDataModule(LightningDataModule):
             "train": self._train_state if loader is None else loader.state_dict(),
             "val": {**self._next_passes, **passes},
             "classes": list(self._labels.known_names),
+            "ended": self._ended,
         }
 
     @override
@@ -367,7 +372,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         for name in self._splits["val"].sources:
             if name in self._loaders:
                 rewind(self._loaders[name], self._next_passes.get(name, 0))
-        self._train_state = state_dict.get("train")
+        self._train_state, self._ended = state_dict.get("train"), state_dict.get("ended")
         if "train" in self._loaders:
             # The loader exists already, for instance for `Trainer.estimated_stepping_batches`. A
             # state without one was saved earlier, as by LearningRateFinder at the start of `fit`.
@@ -375,6 +380,8 @@ class PrefetchCacheDataModule(LightningDataModule):
             self._train_state = None
 
     def _release(self) -> None:
+        if "train" in self._loaders:
+            self._ended = self._loaders["train"].state_dict()
         for loader in self._loaders.values():
             loader.close()
         self._loaders.clear()
@@ -436,14 +443,8 @@ class PrefetchCacheDataModule(LightningDataModule):
             **self._loading,
         )
         self._loaders[source_name] = loader
-        # List the files, or start the cache, before the first epoch begins.
-        _ = loader.data_set
+        _ = loader.data_set  # List the files, or start the cache, before the first epoch begins.
         return loader
 
     def _trainer(self) -> Trainer:
-        if self.trainer is None:
-            raise ConfigError(
-                "PrefetchCacheDataModule must be attached to a Trainer, got none. Pass it to one: "
-                "trainer.fit(model, datamodule=...)."
-            )
-        return self.trainer
+        return attached(self.trainer)

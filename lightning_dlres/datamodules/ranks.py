@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.strategies.capabilities import reads_for_all_ranks
 
@@ -24,3 +25,17 @@ def data_parallel_ranks(trainer: Trainer) -> tuple[Ranks, bool]:
     if is_consecutive:
         return Ranks(rank, ranks, tuple(range(first_rank, first_rank + trainer.num_devices))), True
     return Ranks(rank, ranks, (rank,)), False
+
+
+def attached(trainer: Trainer | None) -> Trainer:
+    """Return the Trainer of a data module.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if trainer is None:
+        raise ConfigError(
+            "PrefetchCacheDataModule must be attached to a Trainer, got none. Pass it to one: "
+            "trainer.fit(model, datamodule=...)."
+        )
+    return trainer

@@ -81,6 +81,21 @@ def resume_of_same_length(loader: PrefetchLoader, state: dict[str, Any] | None) 
         )
 
 
+def keep_order(loader: PrefetchLoader, ended: dict[str, Any] | None) -> None:
+    """Give a loader the order of a training that has ended, and leave its position.
+
+    Args:
+        loader: The loader.
+        ended: State of that training's loader; None keeps the loader's own order.
+
+    Raises:
+        ConfigError: See `PrefetchLoader.load_state_dict`.
+    """
+    if ended is not None:
+        place = {name: loader.state_dict()[name] for name in ("epoch", "consumed", "batches")}
+        loader.load_state_dict({**ended, **place})
+
+
 def rewind(loader: PrefetchLoader, epoch: int) -> None:
     """Begin with the first sample of an epoch, at the loader's next `iter`."""
     loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "consumed": 0, "batches": 0})

@@ -129,6 +129,38 @@ def test_a_resume_continues_with_the_next_sample(tmp_path: Path, steps: int) -> 
     assert [n for model in (first, second) for _, numbers in model.seen for n in numbers] == whole
 
 
+@pytest.mark.parametrize("validates_first", [False, True])
+@pytest.mark.parametrize("steps", [2, -1])
+def test_a_checkpoint_that_is_saved_after_training_keeps_the_order(
+    tmp_path: Path, steps: int, validates_first: bool
+) -> None:
+    first, data, options = Model(), data_module(seed=4, val=data_set()), {"max_steps": steps}
+    training = trainer(tmp_path, max_epochs=-1 if steps > 0 else 2, **options)
+    training.fit(first, datamodule=data)
+    if validates_first:
+        training.validate(first, datamodule=data, verbose=False)
+    training.save_checkpoint(tmp_path / "after.ckpt")
+    # The seed is that of the checkpoint.
+    second = Model()
+    trainer(tmp_path, max_epochs=4).fit(
+        second, datamodule=data_module(seed=9, val=data_set()), ckpt_path=tmp_path / "after.ckpt"
+    )
+    # Lightning counts an epoch that max_steps has cut.
+    begun = 1 if steps > 0 else 2
+    trained = [n for _, numbers in first.seen for n in numbers]
+    assert trained == [n for epoch in range(begun) for n in order(epoch, 4)][: len(trained)]
+    rest = [n for epoch in range(begun, 4) for n in order(epoch, 4)]
+    assert [n for _, numbers in second.seen for n in numbers] == rest
+
+
+def test_a_second_training_starts_anew(tmp_path: Path) -> None:
+    data, model = data_module(seed=4), Model()
+    trainer(tmp_path).fit(model, datamodule=data)
+    model.seen.clear()
+    trainer(tmp_path).fit(model, datamodule=data)
+    assert seen_in(model, 0) == order(0, 4)
+
+
 @pytest.mark.parametrize("failing", ["training_step", "transfer_batch_to_device"])
 def test_a_batch_that_was_not_trained_on_comes_again(tmp_path: Path, failing: str) -> None:
     class Failing(Model):

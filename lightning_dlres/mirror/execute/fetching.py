@@ -6,6 +6,7 @@ computing.
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -42,11 +43,18 @@ class ThreadFetcher:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="dlres-mirror")
+        self._process = os.getpid()
 
     def start(self, source: Tensor, target: Tensor) -> StartedFetch:
         """See `Fetcher.start`."""
         # The arrays are made here: in the other thread, it would compete for Python's lock.
-        return _Copy(self._executor.submit(_copy, [target.numpy(), source.numpy()]))
+        arrays = [target.numpy(), source.numpy()]
+        if os.getpid() == self._process:
+            return _Copy(self._executor.submit(_copy, arrays), arrays)
+        # A process that user code has forked has no such thread.
+        done = Future[float]()
+        done.set_result(_copy(arrays))
+        return _Copy(done, arrays)
 
     def close(self) -> None:
         """See `Fetcher.close`."""
@@ -54,13 +62,18 @@ class ThreadFetcher:
 
 
 class _Copy:
-    def __init__(self, future: Future[float]) -> None:
-        self._future = future
+    def __init__(self, future: Future[float], arrays: list[NDArray[np.uint8]]) -> None:
+        self._future, self._arrays = future, arrays
+        self._process = os.getpid()
 
     def wait(self) -> None:
-        self._future.result()
+        self.seconds()
 
     def seconds(self) -> float:
+        if os.getpid() != self._process:
+            # The thread has stayed in the parent of this process. It releases the arrays when the
+            # copy is complete. The future's lock may be held for ever here.
+            return _copy(self._arrays) if self._arrays else 0.0
         return self._future.result()
 
 
