@@ -34,7 +34,7 @@ from lightning_dlres.pipeline.execute.gradients import GradientSync
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.stage.layer_errors import noting_micro_batch
 from lightning_dlres.pipeline.stage.microbatch import (
-    cut,
+    InputCutter,
     join_if_alike,
     microbatch_sizes,
     samples_in,
@@ -89,6 +89,7 @@ class Runtime:
         self.stage, self.sync, self.buffers = stage, sync, buffers
         self.non_pipelined = list(non_pipelined)
         self._mailbox, self._slowdown = mailbox, slowdown
+        self.inputs = InputCutter()
         # All ranks count the same passes, so the number in a message key separates one pass from
         # the next.
         self._pass_number = 0
@@ -146,7 +147,7 @@ class Runtime:
         if not sizes:
             return SKIPPED
         own = share(len(sizes), len(self.plan.replicas), self.replica)
-        parts = cut(map_tensors(Tensor.detach, inputs), sizes) if self.is_first else []
+        parts = self.inputs.cut(map_tensors(Tensor.detach, inputs), sizes) if self.is_first else []
         outputs = []
         for microbatch in own:
             if self.is_first:

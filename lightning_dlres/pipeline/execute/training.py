@@ -25,7 +25,7 @@ from lightning_dlres.pipeline.stage.layer_errors import (
     explaining_single_samples,
     noting_micro_batch,
 )
-from lightning_dlres.pipeline.stage.microbatch import cut, join_if_alike, share
+from lightning_dlres.pipeline.stage.microbatch import join_if_alike, share
 from lightning_dlres.pipeline.stage.stage import inplace_safe_aliases
 
 
@@ -148,7 +148,7 @@ class TrainingStep:
         self.own = share(len(self.sizes), len(plan.replicas), runtime.replica)
         self.sync.begin(loss_scale=self.scale, has_data=bool(self.own))
         if runtime.is_first:
-            parts = cut(module_inputs, self.sizes)
+            parts = runtime.inputs.cut(module_inputs, self.sizes)
             self.inputs = {m: parts[m] for m in self.own}
         actions = self.schedule.actions(
             plan.stages,

@@ -7,7 +7,7 @@ samples for any number of stages or replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -73,6 +73,27 @@ def cut(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
     return _cut(tree, sizes, with_lists=False)
 
 
+class InputCutter:
+    """Cuts the inputs of a module, and remembers which of them are no samples.
+
+    A table of positions has as many rows as a batch has samples if the batch happens to be as long
+    as its sequences. Batches of other lengths show that its rows are none.
+    """
+
+    def __init__(self) -> None:
+        # Structure of the inputs, position of a tensor and its length, other than the samples'.
+        self._fixed: set[tuple[str, int, int]] = set()
+
+    def cut(self, tree: Tree, sizes: Sequence[int]) -> list[Tree]:
+        """Return the inputs of a module as one tree per micro-batch; see `cut`."""
+        samples, (structure, tensors) = sum(sizes), flatten(tree)
+        form = repr(structure)
+        lengths = [(i, t.shape[0]) for i, t in enumerate(tensors) if t.dim()]
+        self._fixed.update((form, i, length) for i, length in lengths if length != samples)
+        whole = {i for i, length in lengths if (form, i, length) in self._fixed}
+        return _cut(tree, sizes, with_lists=False, whole=whole)
+
+
 def cut_batch(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
     """Return a loader's batch as one batch per micro-batch.
 
@@ -82,13 +103,16 @@ def cut_batch(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
     return _cut(batch, sizes, with_lists=True)
 
 
-def _cut(tree: Tree, sizes: Sequence[int], with_lists: bool) -> list[Tree]:
+def _cut(
+    tree: Tree, sizes: Sequence[int], with_lists: bool, whole: Collection[int] = ()
+) -> list[Tree]:
     samples, starts = sum(sizes), [sum(sizes[:m]) for m in range(len(sizes))]
     structure, tensors = flatten(tree)
     parts = []
     for start, size in zip(starts, sizes, strict=True):
         pieces = [
-            t.narrow(0, start, size) if t.dim() and t.shape[0] == samples else t for t in tensors
+            t.narrow(0, start, size) if t.dim() and t.shape[0] == samples and i not in whole else t
+            for i, t in enumerate(tensors)
         ]
         part_structure = structure
         if with_lists:

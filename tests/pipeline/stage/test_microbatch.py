@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.pipeline.stage.microbatch import (
+    InputCutter,
     cut,
     cut_batch,
     join,
@@ -153,3 +154,21 @@ def test_lists_of_plain_data_for_every_sample_are_cut(whole: list[Any]) -> None:
 
 def test_outputs_with_a_nan_in_each_part_can_be_joined() -> None:
     join([(torch.ones(1), float("nan")), (torch.ones(1), float("nan"))], [1, 1])
+
+
+def test_a_table_that_once_was_no_samples_stays_whole() -> None:
+    cutter, table = InputCutter(), torch.arange(4.0)
+
+    def cut_rows(samples: int, sizes: list[int], name: str = "table") -> list[int]:
+        parts = cutter.cut(((torch.zeros(samples, 2),), {name: table}), sizes)
+        assert [part[0][0].shape[0] for part in parts] == sizes
+        return [part[1][name].shape[0] for part in parts]
+
+    # Nothing shows yet that its rows are no samples.
+    assert cut_rows(4, [2, 2]) == [2, 2]
+    assert cut_rows(6, [3, 3]) == [4, 4]
+    assert cut_rows(4, [2, 2]) == [4, 4]
+    # Other arguments are not compared with these.
+    assert cut_rows(4, [2, 2], "other") == [2, 2]
+    table = torch.arange(5.0)
+    assert cut_rows(5, [3, 2]) == [3, 2]
