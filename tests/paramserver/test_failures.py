@@ -36,12 +36,27 @@ class FailingOptimizer(torch.optim.SGD):
         return super().step(closure)
 
 
+@register_server_optimizer
+class MatrixOptimizer(torch.optim.SGD):
+    """Optimizer that refuses vectors alone, as Muon does."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        if not any(p.dim() > 1 for group in self.param_groups for p in group["params"]):
+            raise ValueError("only matrices")
+
+
 def joined(stack: ExitStack, server: ParameterServer, **options: Any) -> Worker:
     worker = new_worker([server.address], **options)
     stack.callback(worker.session.close)
     worker.session.start()
     worker.session.join()
     return worker
+
+
+def test_options_are_tried_on_a_parameter_of_the_models_dimensions(stack: ExitStack) -> None:
+    server = stack.enter_context(ParameterServer())
+    joined(stack, server, optimizer_name=optimizer_name(MatrixOptimizer)).step()
 
 
 def test_an_optimizer_that_fails_ends_its_job_but_not_the_server(

@@ -196,7 +196,8 @@ class RemoteUpdates:
         if type(optimizer.state) is not _EmptyState or any(optimizer.state.values()):
             raise UnsupportedStepError(
                 "optimizer.state must be empty on a rank, since the servers hold it, got a state "
-                "from other code, such as load_state_dict. Resume with ckpt_path instead."
+                "from other code. Resume with ckpt_path instead of load_state_dict, and let a step "
+                "of your own skip parameters whose grad is None."
             )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._require_unchanged()

@@ -37,7 +37,8 @@ def register_server_optimizer(optimizer: type[Optimizer]) -> type[Optimizer]:
     """Let servers of this process make an optimizer of a class that is not torch's.
 
     Each key gets its own update, so the optimizer must treat every parameter by itself. All parts
-    of its state must be there after the first update. The function may be used as a decorator.
+    of its state must be there after the first update. Servers call `step()` without a closure, and
+    ranks call it with all gradients None. The function may be used as a decorator.
     `dlres ps serve --optimizer module:Class` registers a class, too.
     """
     _registry[optimizer_name(optimizer)] = optimizer
@@ -273,7 +274,9 @@ def _checked_options(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[s
     # Its constructor checks ranges, and which options go together.
     accepted = {n: v for n, v in checked.items() if n in inspect.signature(kind).parameters}
     try:
-        kind([nn.Parameter(torch.zeros(1))], **accepted)
+        # Some classes take matrices only.
+        dims = max(p.dim() for group in optimizer.param_groups for p in group["params"])
+        kind([nn.Parameter(torch.zeros([1] * max(dims, 1)))], **accepted)
     except Exception as error:  # A registered class may raise anything.
         raise ProtocolError(f"{kind.__name__} refused its options: {text_of(error)}") from error
     return checked
