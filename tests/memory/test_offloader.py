@@ -114,6 +114,14 @@ def meta_learning_loss(net: nn.Module, number: int) -> Tensor:
     return (functional_call(net, weights, y) - x).square().mean()
 
 
+def loss_after_a_dropped_graph(net: nn.Module, number: int) -> Tensor:
+    """Drop a graph early, as with the detached output of a generator; its input is saved anew."""
+    x = torch.randn(8, 16)
+    assert isinstance(net, nn.Sequential)
+    fixed = net[0](x).detach()
+    return (net(x) - fixed.sin()).square().sum()
+
+
 def loss_of_a_view(net: nn.Module, number: int) -> Tensor:
     """Save a view of a few rows of a large tensor, which is offloaded alone."""
     x = torch.randn(40, 16, requires_grad=True)
@@ -186,6 +194,7 @@ def test_modules_are_not_patched_inside_transforms(
         reentrant_checkpoint_loss,
         gradient_penalty_loss,
         meta_learning_loss,
+        loss_after_a_dropped_graph,
         loss_of_a_view,
     ],
 )

@@ -166,8 +166,8 @@ class LayerRecord:
         self._roles: dict[int, str] = {}
         # Index of each saved storage, by storage reference.
         self._numbers: dict[Any, int] = {}
-        # Name of the layer that produced a tensor, by its autograd node and by its storage.
-        self._producers: dict[Any, str] = {}
+        # Name of the layer that produced a tensor, by its storage. An autograd node has it in its
+        # metadata: holding the node would keep a graph that the step has dropped.
         self._storage_producers: dict[Any, str] = {}
         self._clock: StepClock | None = None
         self._hooked: set[str] = set()
@@ -195,7 +195,6 @@ class LayerRecord:
             for handle in handles:
                 handle.remove()
             self._open.clear()
-            self._producers.clear()
             self._storage_producers.clear()
 
     def record_save(self, tensor: Tensor, number: int) -> tuple[str, str]:
@@ -297,7 +296,7 @@ class LayerRecord:
         for tensor, reference in zip(outputs, references, strict=True):
             self._storage_producers[reference] = name
             if tensor.grad_fn is not None:
-                self._producers[tensor.grad_fn] = name
+                _metadata(tensor.grad_fn)[self] = name
 
     def _producers_of(self, tensors: list[Tensor]) -> tuple[str, ...]:
         """Return the layers that produced tensors, even if operations outside of layers follow."""
@@ -312,9 +311,11 @@ class LayerRecord:
             while nodes and visited < _MAX_NODES:
                 node = nodes.pop()
                 visited += 1
-                if node in self._producers:
-                    producers[self._producers[node]] = None
-                elif node is not None:
+                if node is None:
+                    continue
+                if self in _metadata(node):
+                    producers[_metadata(node)[self]] = None
+                else:
                     nodes += [earlier for earlier, _ in node.next_functions]
         return tuple(producers)
 
@@ -412,3 +413,9 @@ class LayerRecord:
                 )
             )
         return tuple(layers)
+
+
+def _metadata(node: Any) -> dict[Any, Any]:
+    """Return the metadata of an autograd node; torch's annotation takes it for a method."""
+    metadata: dict[Any, Any] = node.metadata
+    return metadata
