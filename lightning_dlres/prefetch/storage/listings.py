@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
@@ -193,9 +195,10 @@ def _files_below(root: Path, left_out: list[str] | None) -> Iterator[str]:
                     elif (identity := _identity(entry.stat())) not in ancestors:
                         to_scan.append((f"{folder}{entry.name}/", (*ancestors, identity)))
         except OSError as error:
+            fix = "Remove the link" if error.errno == errno.ELOOP else "Let this user read it"
             raise ConfigError(
                 "source must be a folder that can be read, with all folders in it, got "
-                f"{root / folder}: {error.strerror}. Let this user read it."
+                f"{error.filename or root / folder}: {error.strerror}. {fix}."
             ) from error
 
 
@@ -340,6 +343,9 @@ def _list_url(
     keys = sorted(key for key in files_by_key if _is_selected(key, extensions))
     _require_some(keys, extensions, url, len(files_by_key))
     if not keys:
+        # Some file systems show no files where they cannot connect, and tell it only here.
+        with suppress(FileNotFoundError):
+            system.ls(root, detail=False)
         raise ConfigError(f"source must be a URL with files, got {url} without any. Check the URL.")
     _require_finished_store(keys, url)
     paths, sizes = [files_by_key[key][0] for key in keys], [files_by_key[key][1] for key in keys]

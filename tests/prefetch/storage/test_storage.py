@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import threading
 import warnings
 from collections.abc import Iterator
@@ -226,6 +227,21 @@ def test_links_within_a_folder_are_followed_once(tmp_path: Path) -> None:
         reader = open_reader(source, follow_links=True)
         assert keys_of(reader) == sorted(INSIDE + OUTSIDE)
         assert reader.note == ""
+
+
+def test_a_link_to_itself_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match=r"loop: Too many levels .* Remove the link"):
+        open_reader(tmp_path)
+
+
+def test_a_web_server_that_cannot_be_reached_is_no_empty_folder() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/samples"
+        with pytest.raises(ConfigError, match=r"can open, .* Cannot connect to host"):
+            open_reader(url)
 
 
 def test_broken_links_that_lead_out_are_left_out(tmp_path: Path) -> None:
