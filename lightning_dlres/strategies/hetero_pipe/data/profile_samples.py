@@ -22,6 +22,7 @@ from lightning_dlres.core._compat import registered_buffers
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
+from lightning_dlres.pipeline.stage.layer_errors import noting_micro_batch
 from lightning_dlres.pipeline.stage.microbatch import cut_batch, microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import copy_loader
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
@@ -83,7 +84,8 @@ def read_samples(
             batches = _microbatches(context, data, num_samples, num_profiled, microbatch_size)
         inputs: list[Tree] = []
         if not context.pipelined.is_step:
-            inputs = [module_inputs(context, part) for part in batches]
+            with noting_micro_batch(microbatch_size, batch_size or num_samples):
+                inputs = [module_inputs(context, part) for part in batches]
         # A batch with fewer samples than micro-batches gives one micro-batch per sample.
         num_microbatches = min(microbatches, batch_size or microbatches)
         return ProfileSamples(inputs, batches, num_microbatches, data)
