@@ -22,8 +22,6 @@ METADATA = frozenset(
     }
 )
 
-
-# Hooks act where a tensor's gradient is summed, and a tensor that crosses is on two stages.
 # Methods that are named like in-place operations and change no values.
 _SETTINGS = ("requires_grad_", "detach_", "share_memory_")
 # Operators of augmented assignment.
@@ -34,6 +32,7 @@ _AUGMENTED = frozenset(
         *("and", "or", "xor", "lshift", "rshift"),
     )
 )
+# Hooks act where a tensor's gradient is summed, and a tensor that crosses is on two stages.
 TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 

@@ -106,7 +106,8 @@ class RunPlanner:
         self._context, self._options, self._connection = context, options, connection
         self._optimizers = optimizers
         self._model_is_whole, self._keeps_placement = model_is_whole, keeps_placement
-        # Why the pipelined module's own code was not cut; empty if it was, or need not be.
+        # Sentences for messages, or empty: why the pipelined module's own code was not cut, how to
+        # cut more of a step, and why the step is cut in the place of a module.
         self._uncut_reason = self._hint = self._refused = ""
 
     @property
@@ -153,7 +154,7 @@ class RunPlanner:
 
     @property
     def _may_cut_step(self) -> bool:
-        """Whether the step may be cut in the place of a module that the user has not named."""
+        """True if the step may be cut in the place of a module that the user has not named."""
         options = self._options
         is_chosen = options.module is None and options.given_plan is None
         return is_chosen and self._model_is_whole and not self._pipelined.is_step
@@ -217,14 +218,9 @@ class RunPlanner:
 
     def _hint_for(self, cut: Pipelined, samples: ProfileSamples) -> str:
         """Return a sentence that says how to cut more of a step that is mostly whole."""
-        small, large = (
-            sum(p.numel() * p.element_size() for p in parameters)
-            for parameters in (
-                {p for layer in cut.layers.modules for p in layer.parameters()},
-                set(cut.module.parameters()),
-            )
-        )
-        if not cut.is_step or 2 * small >= large:
+        small = sum(cut.layers.parameter_bytes())
+        model = sum(p.numel() * p.element_size() for p in cut.module.parameters())
+        if not cut.is_step or 2 * small >= model:
             return ""
         whole = bytes_with_whole_batches(self._context, samples)
         if whole <= small:
@@ -359,30 +355,25 @@ class RunPlanner:
         """Read samples on rank 0 and return them on all ranks; None if they cannot be read."""
         options = self._options
         will_measure = options.given_plan is None and self._connection.world_size > 1
-        samples_or_error: Tree = [None, None, None, None, None]
+        read_or_error: Tree = None
         if self._connection.rank == 0:
             try:
                 count = options.num_microbatches(self._connection.world_size)
                 read = read_samples(trainer, self._context, options.profile, count)
-                samples_or_error = [
-                    read.inputs,
-                    read.batches,
-                    read.microbatches,
-                    read.whole_batch,
-                    None,
-                ]
+                samples = [read.inputs, read.batches, read.microbatches, read.whole_batch]
+                read_or_error = [samples, None, None]
             except Exception as error:
                 # A plan without measurements may serve after these errors. Any other error comes
                 # from user code, and must be shown unless samples serve only the optional trial.
                 is_expected = is_lack_of_memory(error) or isinstance(error, _NO_SAMPLES)
-                samples_or_error = [None, None, None, None, f"{type(error).__name__}: {error}"]
+                read_or_error = [None, f"{type(error).__name__}: {error}", None]
                 if isinstance(error, NeedsCutStepError) and self._may_cut_step:
-                    samples_or_error = [True, None, None, None, error.reason]
+                    read_or_error = [None, None, error.reason]
                 elif will_measure and not is_expected:
                     raise
-        *samples, reason = self._connection.broadcast(samples_or_error, 0)
-        if samples[0] is True:
-            raise NeedsCutStepError(reason, "")
+        samples, reason, needs_cut = self._connection.broadcast(read_or_error, 0)
+        if needs_cut is not None:
+            raise NeedsCutStepError(needs_cut, "")
         if reason is None:
             return ProfileSamples(*samples)
         self._uncut_reason = reason
