@@ -19,8 +19,8 @@ from lightning_dlres.gradsync.execute import transmitters
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.hook.lazy_hook import LazyHook
 
-# Width and number of the layers: 25.2 MB of gradients in float32.
-WIDTH, LAYERS = 512, 24
+# Width and number of the layers: 25.2 MB of gradients in float32, or 100.8 MB with wide layers.
+WIDTH, WIDE, LAYERS = 512, 1024, 24
 # Larger than the model, so that all gradients are in one bucket. With several buckets, PowerSGD's
 # hook deadlocks gloo.
 ONE_BUCKET_MB = 1000.0
@@ -58,13 +58,16 @@ class EmulatedCompute(torch.autograd.Function):
 class Layer(nn.Module):
     """Linear layer and ReLU, with emulated compute.
 
+    Args:
+        width: Number of inputs and of outputs.
+
     Attributes:
         seconds: Emulated seconds of forward and backward together; backward takes two thirds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear, self.seconds = nn.Linear(WIDTH, WIDTH), 0.0
+        self.linear, self.seconds = nn.Linear(width, width), 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output."""
@@ -85,6 +88,7 @@ class Contender:
             for DistributedDataParallel; without it, buckets are as in `_BUCKETS_MB`. `batches` set
             to False sends the payload of each unit in a message of its own.
         layers: Number of the model's layers.
+        width: Width of the layers.
 
     Attributes:
         model: The model, wrapped in DistributedDataParallel unless it is "alone".
@@ -92,10 +96,12 @@ class Contender:
         state: State of our hook; None without it.
     """
 
-    def __init__(self, algorithm: str, options: dict[str, Any], layers: int = LAYERS) -> None:
+    def __init__(
+        self, algorithm: str, options: dict[str, Any], layers: int = LAYERS, width: int = WIDTH
+    ) -> None:
         torch.manual_seed(0)
         options = dict(options)
-        self.model: nn.Module = nn.Sequential(*(Layer() for _ in range(layers)))
+        self.model: nn.Module = nn.Sequential(*(Layer(width) for _ in range(layers)))
         self._layers = list(self.model.children())
         self.nbytes = sum(4 * p.numel() for p in self.model.parameters())
         self.state: GradientSyncState | None = None
@@ -137,7 +143,7 @@ class Contender:
 
         Args:
             count: Number of steps.
-            batch: Input of the model, float32[samples, WIDTH].
+            batch: Input of the model, float32[samples, width].
             emulated: Emulated seconds of computation in a step.
         """
         for layer in self._layers:

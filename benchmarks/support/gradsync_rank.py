@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.support.gradsync_contender import WIDTH, Contender
+from benchmarks.support.gradsync_contender import WIDE, Contender
 from benchmarks.support.rpc import Message, RankRpc
 
 # Largest number of samples of a rank in a step.
@@ -25,7 +25,7 @@ def main(rpc: RankRpc) -> None:
     """Follow orders until the benchmark ends."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rpc.rank, world_size=rpc.world_size)
-    batch = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(rpc.rank))
+    batch = torch.randn(SAMPLES, WIDE, generator=torch.Generator().manual_seed(rpc.rank))
     contenders: dict[str, Contender] = {}
     for order in rpc.orders():
         rpc.reply(follow(order, contenders, batch))
@@ -35,11 +35,11 @@ def follow(order: Message, contenders: dict[str, Contender], batch: Tensor) -> M
     """Train with a contender, which its first order makes.
 
     Args:
-        order: "contender" (its name); "algorithm" and "options", see `Contender`; "layers"
-            of the model; "steps", "samples" of this rank in a step, and "emulated" seconds of
-            computation in a step.
+        order: "contender" (its name); "algorithm" and "options", see `Contender`; "layers" of the
+            model, and their "width"; "steps", "samples" of this rank in a step, and "emulated"
+            seconds of computation in a step.
         contenders: Contenders by name.
-        batch: Input of the model, float32[SAMPLES, WIDTH]; its first samples are used.
+        batch: Input of the model, float32[SAMPLES, WIDE]; its first samples and columns are used.
 
     Returns:
         "seconds" of a step; bytes "sent" and processor seconds ("cpu") of a step;
@@ -47,12 +47,13 @@ def follow(order: Message, contenders: dict[str, Contender], batch: Tensor) -> M
     """
     name = order["contender"]
     if name not in contenders:
-        contenders[name] = Contender(order["algorithm"], order["options"], order["layers"])
+        contenders[name] = Contender(
+            order["algorithm"], order["options"], order["layers"], order["width"]
+        )
     contender = contenders[name]
+    inputs = batch[: order.get("samples", SAMPLES), : order["width"]].contiguous()
     sent, used = sent_bytes(), time.process_time()
-    seconds = contender.steps(
-        order["steps"], batch[: order.get("samples", SAMPLES)], order.get("emulated", 0.0)
-    )
+    seconds = contender.steps(order["steps"], inputs, order.get("emulated", 0.0))
     return {
         "seconds": seconds,
         "sent": (sent_bytes() - sent) / order["steps"],

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.support.gradsync_contender import LAYERS
+from benchmarks.support.gradsync_contender import LAYERS, WIDTH
 from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.ranks import Ranks
 from benchmarks.support.testbed import Host, Testbed
@@ -44,14 +44,21 @@ class Turns:
         hosts: Descriptions of the hosts.
         contenders: Algorithm and options of each contender, by name.
         layers: Number of the model's layers.
+        width: Width of the layers.
         samples: Samples of a rank in a step, at most `gradsync_rank.SAMPLES`.
     """
 
     def __init__(
-        self, hosts: Sequence[Host], contenders: Contenders, *, layers: int, samples: int = 16
+        self,
+        hosts: Sequence[Host],
+        contenders: Contenders,
+        *,
+        layers: int,
+        width: int = WIDTH,
+        samples: int = 16,
     ) -> None:
         self._bed, self._contenders = Testbed(hosts), contenders
-        self._layers, self._samples = layers, samples
+        self._layers, self._width, self._samples = layers, width, samples
         self._size = len(hosts)
         # Replies of all ranks in each round, by contender.
         self._replies: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in contenders}
@@ -91,6 +98,7 @@ class Turns:
                 "algorithm": algorithm,
                 "options": options,
                 "layers": self._layers,
+                "width": self._width,
                 "steps": steps,
                 "samples": self._samples,
                 "emulated": emulated,
@@ -129,9 +137,13 @@ class Turns:
         pairs = zip(self._rounds(name), self._rounds(other), strict=True)
         return statistics.median(seconds / other_seconds for seconds, other_seconds in pairs)
 
-    def figure(self, name: str, figure: str) -> float:
-        """Return the median, over rounds and ranks, of a figure of the replies, such as "cpu"."""
-        return statistics.median(r[figure] for replies in self._replies[name] for r in replies)
+    def figure(self, name: str, figure: str, rank: int | None = None) -> float:
+        """Return the median, over rounds, of a figure of the replies, such as "cpu": that of a
+        rank, or of all ranks if it is None."""
+        chosen = slice(None) if rank is None else slice(rank, rank + 1)
+        return statistics.median(
+            reply[figure] for replies in self._replies[name] for reply in replies[chosen]
+        )
 
     def chosen(self, name: str) -> str:
         """Return the choices of a contender's cost model as text; "-" if it has none."""
