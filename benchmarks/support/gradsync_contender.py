@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support.blocking_codec import BlockingCodec, blocking_hook
-from lightning_dlres.gradsync.execute import transmitters
+from lightning_dlres.gradsync.hook import planner
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from lightning_dlres.gradsync.hook.lazy_hook import LazyHook
 
@@ -86,7 +87,7 @@ class Contender:
             by a gradient codec (see `BlockingCodec`), or an algorithm of `GradientSyncState`.
         options: Further arguments of `GradientSyncState`, and two of this class. `bucket_cap_mb` is
             for DistributedDataParallel; without it, buckets are as in `_BUCKETS_MB`. `batches` set
-            to False sends the payload of each unit in a message of its own.
+            to False sends the payload of each unit in a message of its own, if "topology" is given.
         layers: Number of the model's layers.
         width: Width of the layers.
 
@@ -172,12 +173,12 @@ class Contender:
 
 @contextmanager
 def _batched(is_batched: bool) -> Iterator[None]:
-    """Context manager in which our engine sends each payload as a message of its own, unless
-    `is_batched`."""
-    before = transmitters.MESSAGE_BYTES
+    """Context manager in which plans of a fixed topology send each payload as a message of its own,
+    unless `is_batched`."""
+    before = planner.make_plan
     if not is_batched:
-        transmitters.MESSAGE_BYTES = 1
+        planner.make_plan = partial(before, message_bytes=1)
     try:
         yield
     finally:
-        transmitters.MESSAGE_BYTES = before
+        planner.make_plan = before

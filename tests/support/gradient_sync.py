@@ -135,7 +135,9 @@ def open_sync(
         codecs,
         mailbox,
         tracer,
-        coordinator=None if mode == "none" else CoordinatorLink(mailbox),
+        coordinator=None
+        if mode == "none"
+        else CoordinatorLink(mailbox, message_bytes=plan.message_bytes),
         replay_from=REPLAYED_STEP if mode == "replay" else None,
         **options,
     )

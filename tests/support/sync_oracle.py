@@ -73,7 +73,7 @@ class _NaiveSimulation:
         self.received: set[Position] = set()
         self.done: dict[Position, float] = {}
         self.ranks = [_Rank() for _ in range(plan.world_size)]
-        self.waiting = [WaitingSends(lambda: self.now) for _ in self.ranks]
+        self.waiting = [WaitingSends(now=lambda: self.now) for _ in self.ranks]
         self.messages: list[_Message] = []
         # Time at which each unit starts on each rank, with rank and unit; the earliest one first.
         self.starts = sorted(

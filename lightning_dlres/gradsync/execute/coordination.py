@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
 from lightning_dlres.gradsync.execute.messages import check_link, content_of, plans_of, report_of
-from lightning_dlres.gradsync.plan.transmissions import Transfer, Transmission, TransmissionPlanner
+from lightning_dlres.gradsync.plan.transmissions import (
+    MESSAGE_BYTES,
+    Transfer,
+    Transmission,
+    TransmissionPlanner,
+)
 
 _READY, _ARRIVED, _LEARNED = "ready", "arrived", "learned"
 _KEY = ("coordination",)
@@ -38,16 +43,19 @@ class CoordinatorLink:
     Args:
         mailbox: Messages to the other ranks.
         coordinator: Rank of the coordinator.
+        message_bytes: Size in bytes at which a planned message takes no more payloads.
 
     Attributes:
         log: On the coordinator's rank, the messages planned in the last two steps, in order;
             elsewhere empty.
     """
 
-    def __init__(self, mailbox: Mailbox, coordinator: int = 0) -> None:
+    def __init__(
+        self, mailbox: Mailbox, coordinator: int = 0, message_bytes: int = MESSAGE_BYTES
+    ) -> None:
         self._mailbox, self._coordinator = mailbox, coordinator
         self._is_coordinator = mailbox.rank == coordinator
-        self._planner = TransmissionPlanner()
+        self._planner = TransmissionPlanner(message_bytes)
         # Guards the planner, and keeps the plans of all ranks in one order.
         self._lock = threading.Lock()
         # Ranks that have finished the step whose plan is to be repeated.

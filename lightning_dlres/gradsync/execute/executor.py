@@ -44,6 +44,7 @@ from lightning_dlres.gradsync.execute.transmitters import (
 )
 from lightning_dlres.gradsync.execute.unit_run import UnitRun
 from lightning_dlres.gradsync.plan.graph import Part, TaskKind
+from lightning_dlres.gradsync.plan.transmissions import MESSAGE_BYTES
 
 # Seconds between two checks for lost ranks and deadlines.
 _POLL_SECONDS = 0.05
@@ -84,6 +85,8 @@ class SyncExecutor:
         coordinator: Link to the coordinator, which decides when a payload is sent. None sends
             payloads within milliseconds after they are ready.
         replay_from: First step that repeats the plan of the step before; None for no step.
+        message_bytes: Size in bytes at which a message takes no more payloads, if there is no
+            coordinator.
 
     Attributes:
         failure: Error that ended the work; None while there is none.
@@ -98,6 +101,7 @@ class SyncExecutor:
         destinations: Collection[int],
         coordinator: CoordinatorLink | None = None,
         replay_from: int | None = None,
+        message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         self.failure: BaseException | None = None
         self._mailbox, self._tracer = mailbox, tracer
@@ -106,7 +110,7 @@ class SyncExecutor:
         # Tasks and items that become ready together have one entry, which wakes the thread once.
         self._computes: queue.SimpleQueue[Sequence[Task] | None] = queue.SimpleQueue()
         self._transfers: queue.SimpleQueue[Sequence[TransferItem] | None] = queue.SimpleQueue()
-        self._waiting = WaitingSends()
+        self._waiting = WaitingSends(message_bytes)
         self._next_check = 0.0
         # Stream of the gradients' device, from the first gradients on.
         self._stream: DeviceStream | None = None
@@ -125,7 +129,7 @@ class SyncExecutor:
         ]
         # Ranks and channels to which a failure of this rank is announced.
         self._announced = [(peer, Channel.GRADIENT_SYNC) for peer in destinations]
-        self._transmitter: Transmitter = DirectTransmitter()
+        self._transmitter: Transmitter = DirectTransmitter(message_bytes)
         if coordinator is not None:
             self._transmitter = CoordinatedTransmitter(self._rank, coordinator, replay_from)
             self._announced += coordinator.open(lambda plan: self._transfers.put([plan]), self.fail)

@@ -107,7 +107,9 @@ class SyncSession:
             self.mailbox,
             self._tracer,
             states=states,
-            coordinator=None if coordinator == "none" else CoordinatorLink(self.mailbox),
+            coordinator=None
+            if coordinator == "none"
+            else CoordinatorLink(self.mailbox, message_bytes=plan.message_bytes),
             replay_from=replay_from if coordinator == "replay" else None,
             keeps_previous=keeps_previous,
             keeps_zeros=keeps_zeros,

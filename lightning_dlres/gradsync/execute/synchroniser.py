@@ -109,6 +109,7 @@ class GradientSynchroniser:
             },
             coordinator=coordinator,
             replay_from=replay_from,
+            message_bytes=plan.message_bytes,
         )
 
     @property

@@ -72,11 +72,14 @@ class WaitingSends:
     oldest one has waited for `COALESCE_SECONDS`.
 
     Args:
+        message_bytes: Bytes that fill a message.
         now: Function that returns the time in seconds.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now, self._lock = now, threading.Lock()
+    def __init__(
+        self, message_bytes: int = MESSAGE_BYTES, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._message_bytes, self._now, self._lock = message_bytes, now, threading.Lock()
         self._items: list[ReadySend] = []
         self._bytes: dict[int, int] = {}
         # Time up to which the oldest payload waits.
@@ -95,7 +98,7 @@ class WaitingSends:
     def is_full(self) -> bool:
         """Return True if the payloads to some rank fill a message."""
         with self._lock:
-            return max(self._bytes.values(), default=0) >= MESSAGE_BYTES
+            return max(self._bytes.values(), default=0) >= self._message_bytes
 
     def seconds_left(self) -> float:
         """Return the seconds until the payloads are due; infinite without payloads."""
@@ -139,7 +142,14 @@ class Transmitter(ABC):
 
 
 class DirectTransmitter(Transmitter):
-    """Sends every payload at once, in one message with those that are ready for the same rank."""
+    """Sends every payload at once, in one message with those that are ready for the same rank.
+
+    Args:
+        message_bytes: Size in bytes at which a message takes no more payloads.
+    """
+
+    def __init__(self, message_bytes: int = MESSAGE_BYTES) -> None:
+        self._message_bytes = message_bytes
 
     def take(self, items: Sequence[TransferItem]) -> list[Message]:
         by_destination: dict[int, list[ReadySend]] = defaultdict(list)
@@ -149,7 +159,7 @@ class DirectTransmitter(Transmitter):
         return [
             (destination, message)
             for destination, sends in by_destination.items()
-            for message in _messages(sends, MESSAGE_BYTES)
+            for message in _messages(sends, self._message_bytes)
         ]
 
     def arrived(self, source: int, step: int) -> None:

@@ -26,6 +26,7 @@ from lightning_dlres.gradsync.plan.prediction import (
     UnitTable,
 )
 from lightning_dlres.gradsync.plan.shares import link_shares
+from lightning_dlres.gradsync.plan.transmissions import message_bytes_for
 from lightning_dlres.gradsync.plan.units import GradientSpec, assign_owners, cut
 from lightning_dlres.kernels.gradients.layout import BLOCK
 
@@ -313,6 +314,7 @@ def _decision(
             topology=contender.topology,
             alignment=BLOCK,
             shares=layout.shares,
+            message_bytes=message_bytes_for(costs.links.bandwidths),
         )
     return SyncDecision(
         algorithm=contender.algorithm,

@@ -56,6 +56,7 @@ def over_hosts(plan: SyncPlan, hosts: Hosts) -> SyncPlan:
         topology=plan.topology,
         units=tuple(replace(unit, owner=leaders[unit.owner]) for unit in plan.units),
         hosts=hosts,
+        message_bytes=plan.message_bytes,
     )
 
 
@@ -72,6 +73,7 @@ def plan_of_leaders(plan: SyncPlan) -> SyncPlan:
         world_size=len(leaders),
         topology=plan.topology,
         units=tuple(replace(unit, owner=leaders.index(unit.owner)) for unit in plan.units),
+        message_bytes=plan.message_bytes,
     )
 
 

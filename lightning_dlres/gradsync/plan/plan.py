@@ -16,6 +16,7 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
+from lightning_dlres.gradsync.plan.transmissions import MESSAGE_BYTES
 from lightning_dlres.gradsync.plan.units import (
     GradientSpec,
     SyncUnit,
@@ -36,6 +37,7 @@ class SyncPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         units: All units, by index.
         hosts: Ranks of each host, if the first rank of a host synchronises for the others; empty
             if each rank synchronises by itself.
+        message_bytes: Size in bytes at which a message takes no more payloads.
 
     Raises:
         ConfigError: If the fields contradict each other.
@@ -45,9 +47,11 @@ class SyncPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     topology: str
     units: tuple[SyncUnit, ...]
     hosts: tuple[tuple[int, ...], ...] = ()
+    message_bytes: int = MESSAGE_BYTES
 
     def __post_init__(self) -> None:
         whole_number("world_size", self.world_size, "world_size=2")
+        whole_number("message_bytes", self.message_bytes, f"message_bytes={MESSAGE_BYTES}")
         one_of("topology", self.topology, TOPOLOGIES, "topology='ps'")
         indices = [unit.index for unit in self.units]
         if indices != list(range(len(indices))):
@@ -174,6 +178,7 @@ def make_plan(
     topology: str,
     alignment: int,
     shares: Sequence[float] | None = None,
+    message_bytes: int = MESSAGE_BYTES,
 ) -> SyncPlan:
     """Return the plan for a choice per gradient.
 
@@ -184,6 +189,7 @@ def make_plan(
         topology: "ps" or "ring".
         alignment: Number of elements; each partition begins at a multiple of it.
         shares: Share of the merging work of each rank; None: equal shares.
+        message_bytes: Size in bytes at which a message takes no more payloads.
     """
     pieces = [
         (gradient.name, start, stop, choice.codec)
@@ -198,4 +204,6 @@ def make_plan(
             zip(pieces, owners, strict=True)
         )
     )
-    return SyncPlan(world_size=world_size, topology=topology, units=units)
+    return SyncPlan(
+        world_size=world_size, topology=topology, units=units, message_bytes=message_bytes
+    )

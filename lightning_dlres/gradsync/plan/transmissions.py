@@ -8,13 +8,16 @@ messages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 # Size in bytes at which a message takes no more transfers. It is so small that a rank decodes one
 # message while the next one is on its way, and so large that the fixed time per message does not
 # matter.
 MESSAGE_BYTES = 256 << 10
+# The same on slow links, where such a message would take long: the bytes that the slowest link
+# carries in these seconds, but at least this many bytes.
+_MESSAGE_SECONDS, _LEAST_MESSAGE_BYTES = 0.01, 32 << 10
 # Longest time that a ready payload waits, so that others share its message, in seconds. Payloads
 # wait only for compute tasks that may lead to others, and until those for one rank fill a message.
 # A message takes processor time on both sides, most of which does not depend on its size.
@@ -23,6 +26,16 @@ COALESCE_SECONDS = 0.005
 
 # Step, number of the unit, and number of the `Part`.
 Entry = tuple[int, int, int]
+
+
+def message_bytes_for(bandwidths: Sequence[float]) -> int:
+    """Return the size in bytes at which a message takes no more transfers.
+
+    Args:
+        bandwidths: Bytes per second of each rank's link, in each direction.
+    """
+    carried = round(_MESSAGE_SECONDS * min(bandwidths))
+    return max(_LEAST_MESSAGE_BYTES, min(MESSAGE_BYTES, carried))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -216,6 +217,34 @@ def check_silence(results: list[Any]) -> None:
         kinds = Counter(kind for kind, _ in reports)
         assert kinds["arrived"] == len(received_early)
         assert kinds["learned"] == 1
+
+
+def payloads_of_messages(context: RankContext, mode: str, message_bytes: int) -> list[int]:
+    """Return the number of payloads in each message of a step with units of 128 bytes."""
+    counts = {f"unit {i}": 512 for i in range(24)}
+    plan = msgspec.structs.replace(
+        plan_for(context.world_size, "ps", counts), message_bytes=message_bytes
+    )
+    with open_sync(context, plan, {"tbq": ThresholdQuantisation()}, mode=mode) as opened:
+        opened.sync.run(0, gradients(counts))
+        dist.barrier()
+        return [
+            len(unpacked(record.tree[1]))
+            for record in opened.mailbox.sent
+            if record.channel is Channel.GRADIENT_SYNC
+        ]
+
+
+@pytest.mark.parametrize("mode", ["none", "always"])
+def test_messages_are_as_large_as_the_plan_says(pool: RankPool, mode: str) -> None:
+    single, several = (
+        pool.run(payloads_of_messages, 2, mode, message_bytes) for message_bytes in (1, 200)
+    )
+    # A rank encodes 12 gradients and 12 sums.
+    assert single == [[1] * 24] * 2
+    for counts in several:
+        assert sum(counts) == 24
+        assert max(counts) == 2
 
 
 def coordinator_records(

@@ -51,7 +51,7 @@ def send(destination: int, nbytes: int) -> ReadySend:
 
 
 def test_payloads_wait_up_to_a_size() -> None:
-    sends = WaitingSends(Clock())
+    sends = WaitingSends(now=Clock())
     assert not sends.is_full()
     assert sends.add(send(0, MESSAGE_BYTES // 2))
     assert not sends.add(send(2, MESSAGE_BYTES // 2))
@@ -67,7 +67,7 @@ def test_payloads_wait_up_to_a_size() -> None:
 
 def test_the_oldest_payload_waits_up_to_a_time() -> None:
     clock = Clock()
-    sends = WaitingSends(clock)
+    sends = WaitingSends(now=clock)
     for _ in range(2):
         assert sends.seconds_left() == math.inf
         sends.add(send(0, 400))

@@ -100,6 +100,8 @@ def test_a_slow_rank_owns_little() -> None:
     assert decision.shares == pytest.approx(link_shares(bandwidths)[0])
     assert decision.plan is not None
     assert all(unit.owner != 3 for unit in decision.plan.units)
+    # Messages are such that a link of 50 Mbit/s carries them in 10 ms.
+    assert decision.plan.message_bytes == 62_500
 
 
 def test_gradients_below_the_least_bytes_stay_raw() -> None:

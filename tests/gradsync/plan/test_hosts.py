@@ -44,7 +44,14 @@ def plan_over(hosts: Hosts) -> SyncPlan:
     """Return a plan of three equal gradients."""
     specs = [GradientSpec(name=name, count=10) for name in "abc"]
     choices = [CodecChoice(codec=RAW, partitions=1) for _ in specs]
-    plan = make_plan(specs, choices, world_size=len(hosts), topology="ps", alignment=1)
+    plan = make_plan(
+        specs,
+        choices,
+        world_size=len(hosts),
+        topology="ps",
+        alignment=1,
+        message_bytes=1000,
+    )
     return over_hosts(plan, hosts)
 
 
@@ -136,7 +143,7 @@ def test_ranks_that_do_not_lead_their_host_talk_to_its_leader_only(
 def test_a_plan_over_hosts_has_leaders_as_owners_and_round_trips() -> None:
     hosts: Hosts = ((0, 2), (1, 3), (4,))
     plan = plan_over(hosts)
-    assert plan.world_size == 5
+    assert (plan.world_size, plan.message_bytes) == (5, 1000)
     assert {unit.owner for unit in plan.units} == {0, 1, 4}
     assert SyncPlan.from_json(plan.to_json()) == plan
     assert "5 ranks on 3 hosts" in plan.table()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from lightning_dlres.core.errors import ConfigError
@@ -23,6 +24,12 @@ def test_a_plan_survives_json() -> None:
     assert SyncPlan.from_json(plan.to_json()) == plan
     empty = SyncPlan(world_size=1, topology="ps", units=())
     assert SyncPlan.from_json(empty.to_json()) == empty
+    small = msgspec.structs.replace(plan, message_bytes=1000)
+    assert SyncPlan.from_json(small.to_json()) == small
+    # Plans in checkpoints of earlier versions have no such size.
+    content = json.loads(plan.to_json())
+    del content["message_bytes"]
+    assert SyncPlan.from_json(json.dumps(content)) == plan
 
 
 def test_a_plan_prints_what_each_rank_owns() -> None:
@@ -43,6 +50,7 @@ def test_a_plan_prints_what_each_rank_owns() -> None:
         ({"world_size": 2}, r"owner must be in \[0, 2\), got 2"),
         ({"units": "none"}, "got invalid text"),
         ({"bogus": 1}, "got invalid text"),
+        ({"message_bytes": 0}, "message_bytes must be a whole number of at least 1"),
     ],
 )
 def test_a_wrong_plan_is_refused(change: dict[str, Any], message: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -382,16 +383,22 @@ def test_the_simulation_is_deterministic(step: SimulatedStep, coordinator: Any) 
         st.tuples(st.integers(1, 3), st.sampled_from([10, MESSAGE_BYTES // 2, MESSAGE_BYTES])),
         min_size=1,
         max_size=12,
-    )
+    ),
+    st.sampled_from([20, MESSAGE_BYTES]),
 )
-def test_messages_are_those_of_the_executor(rows: list[tuple[int, int]]) -> None:
+def test_messages_are_those_of_the_executor(
+    rows: list[tuple[int, int]], message_bytes: int
+) -> None:
     transfers = [
         Transfer(0, destination, (0, unit, 0), nbytes)
         for unit, (destination, nbytes) in enumerate(rows)
     ]
-    messages = DirectTransmitter().take([_ready_send(transfer) for transfer in transfers])
+    messages = DirectTransmitter(message_bytes).take(
+        [_ready_send(transfer) for transfer in transfers]
+    )
     assert [
-        (m.destination, [unit for _, unit, _ in m.entries]) for m in direct_messages(transfers)
+        (m.destination, [unit for _, unit, _ in m.entries])
+        for m in direct_messages(transfers, message_bytes)
     ] == [(destination, [send.run.unit.index for send in sends]) for destination, sends in messages]
 
 
@@ -416,11 +423,15 @@ def _ready_send(transfer: Transfer) -> ReadySend:
             st.booleans(),
         ),
         max_size=12,
-    )
+    ),
+    st.sampled_from([20, MESSAGE_BYTES]),
 )
-def test_payloads_wait_as_in_the_executor(rows: list[tuple[int, int, float, bool]]) -> None:
+def test_payloads_wait_as_in_the_executor(
+    rows: list[tuple[int, int, float, bool]], message_bytes: int
+) -> None:
     now = 0.0
-    held, waiting = HeldTransfers(), WaitingSends(lambda: now)
+    held = HeldTransfers(message_bytes)
+    waiting = WaitingSends(message_bytes, lambda: now)
     for unit, (destination, nbytes, passed, is_last) in enumerate(rows):
         now += passed
         transfer = Transfer(0, destination, (0, unit, 0), nbytes)
@@ -431,6 +442,29 @@ def test_payloads_wait_as_in_the_executor(rows: list[tuple[int, int, float, bool
         if is_last or held.is_full() or now >= held.due_time:
             units = [send.run.unit.index for send in waiting.take()]
             assert [taken.entry[1] for taken in held.take()] == units
+
+
+@pytest.mark.parametrize("coordinator", ["none", "always"])
+def test_small_messages_shorten_steps_over_a_slow_link(coordinator: Any) -> None:
+    """The last rank owns nothing, and its link is the slow one: sums come back while later
+    gradients are on their way."""
+    step = step_of(
+        "ps",
+        [unit % 3 for unit in range(24)],
+        bandwidths=[25e6, 25e6, 25e6, 6.25e6],
+        sizes=[64 << 10] * 24,
+    )
+    no_time = LinearCost(fixed_seconds=0.0, seconds_per_item=0.0)
+    free = CodecCosts(encode=no_time, merge=no_time, decode=no_time)
+    step = replace(step, costs=replace(step.costs, codecs={"tbq": free}))
+    large = simulate(step, coordinator=coordinator)
+    small = simulate(
+        replace(step, plan=msgspec.structs.replace(step.plan, message_bytes=62_500)),
+        coordinator=coordinator,
+    )
+    least = 24 * (64 << 10) / 6.25e6
+    assert least < max(small.finish) < 1.2 * least
+    assert max(small.finish) < 0.9 * max(large.finish)
 
 
 def test_payloads_that_are_ready_together_share_a_message() -> None:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlres.gradsync.plan.transmissions import Transfer, Transmission, TransmissionPlanner
+from lightning_dlres.gradsync.plan.transmissions import (
+    MESSAGE_BYTES,
+    Transfer,
+    Transmission,
+    TransmissionPlanner,
+    message_bytes_for,
+)
 
 
 def transfers(*rows: tuple[int, int, int]) -> list[Transfer]:
@@ -54,6 +61,18 @@ def test_messages_never_collide_and_nothing_is_lost(
             ]
     assert len(delivered) == len(expected)
     assert set(delivered) == expected
+
+
+@pytest.mark.parametrize(
+    ("bandwidths", "nbytes"),
+    [
+        ([125e6, 125e6], MESSAGE_BYTES),
+        ([25e6, 6.25e6, 25e6], 62_500),
+        ([1e3, 125e6], 32 << 10),
+    ],
+)
+def test_messages_are_small_on_slow_links(bandwidths: list[float], nbytes: int) -> None:
+    assert message_bytes_for(bandwidths) == nbytes
 
 
 def test_both_directions_of_a_link_are_used_at_once() -> None:

@@ -45,16 +45,20 @@ class HeldTransfers:
     """Ready payloads of a rank that wait for others, to share their messages.
 
     While there are tasks that may lead to others, a payload waits up to `COALESCE_SECONDS`, until
-    those for one rank have `MESSAGE_BYTES`. All leave together then.
+    those for one rank fill a message. All leave together then.
+
+    Args:
+        message_bytes: Bytes that fill a message.
 
     Attributes:
         items: The payloads.
         due_time: Time up to which the oldest payload waits, in seconds.
     """
 
-    __slots__ = ("_bytes", "due_time", "items")
+    __slots__ = ("_bytes", "_message_bytes", "due_time", "items")
 
-    def __init__(self) -> None:
+    def __init__(self, message_bytes: int = MESSAGE_BYTES) -> None:
+        self._message_bytes = message_bytes
         self.items: list[Transfer] = []
         self._bytes: dict[int, int] = {}
         self.due_time = math.inf
@@ -71,7 +75,7 @@ class HeldTransfers:
 
     def is_full(self) -> bool:
         """Return True if the payloads to some rank fill a message."""
-        return max(self._bytes.values(), default=0) >= MESSAGE_BYTES
+        return max(self._bytes.values(), default=0) >= self._message_bytes
 
     def take(self) -> list[Transfer]:
         """Remove and return all payloads."""
@@ -95,11 +99,11 @@ class SendingRule(ABC):
 class DirectSending(SendingRule):
     """Sends every payload at once; see `direct_messages`."""
 
-    def __init__(self, hand_over: HandOver) -> None:
-        self._hand_over = hand_over
+    def __init__(self, hand_over: HandOver, message_bytes: int = MESSAGE_BYTES) -> None:
+        self._hand_over, self._message_bytes = hand_over, message_bytes
 
     def take(self, rank: int, transfers: Sequence[Transfer]) -> None:
-        for message in direct_messages(transfers):
+        for message in direct_messages(transfers, self._message_bytes):
             self._hand_over(message)
 
 
@@ -111,9 +115,15 @@ class CoordinatedSending(SendingRule):
         reports: Number of reports to the coordinator.
     """
 
-    def __init__(self, clock: VirtualClock, costs: CoordinatorCosts, hand_over: HandOver) -> None:
+    def __init__(
+        self,
+        clock: VirtualClock,
+        costs: CoordinatorCosts,
+        hand_over: HandOver,
+        message_bytes: int = MESSAGE_BYTES,
+    ) -> None:
         self._clock, self._costs, self._hand_over = clock, costs, hand_over
-        self._planner = TransmissionPlanner()
+        self._planner = TransmissionPlanner(message_bytes)
         # Time at which the coordinator has handled all reports.
         self._idle_from = 0.0
         self.log: list[Transmission] = []

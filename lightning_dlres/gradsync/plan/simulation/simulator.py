@@ -129,10 +129,10 @@ class _ComputeThread:
 
     __slots__ = ("entries", "is_busy", "sends", "tasks")
 
-    def __init__(self) -> None:
+    def __init__(self, message_bytes: int) -> None:
         self.entries: deque[list[UnitTask]] = deque()
         self.tasks: deque[UnitTask] = deque()
-        self.sends = HeldTransfers()
+        self.sends = HeldTransfers(message_bytes)
         self.is_busy = False
 
 
@@ -162,7 +162,7 @@ class _Simulation:
             _unit_costs(step.costs, unit.codec, unit.count, nbytes)
             for unit, nbytes in zip(plan.units, step.payload_bytes, strict=True)
         ]
-        self._threads = [_ComputeThread() for _ in range(plan.world_size)]
+        self._threads = [_ComputeThread(plan.message_bytes) for _ in range(plan.world_size)]
         self._compute_busy = [0.0] * plan.world_size
         self._finish = [max(times.values(), default=0.0) for times in step.ready]
         # Payloads that have become ready at this time, by rank.
@@ -175,11 +175,14 @@ class _Simulation:
             self._rule = ReplayedSending(order, self._hand_over)
         elif coordinator == "always":
             coordinated = CoordinatedSending(
-                self._clock, self._step.coordinator_costs, self._hand_over
+                self._clock,
+                self._step.coordinator_costs,
+                self._hand_over,
+                self._step.plan.message_bytes,
             )
             self._rule = coordinated
         else:
-            self._rule = DirectSending(self._hand_over)
+            self._rule = DirectSending(self._hand_over, self._step.plan.message_bytes)
         backward_ends = list(self._finish)
         self._schedule_starts()
         while self._clock.run_instant():
