@@ -425,6 +425,8 @@ class PlannedSync:
         """Wait until all ranks close this state."""
         number = {"The state that is closed": str(self._number)}
         fix = "Close the states in the same order on all ranks."
+        # After a failure, other ranks are in another collective call, and would send other data.
+        self._check()
         try:
             require_equal_options(number, group, self._timeout, self._check, fix)
         except PeerTimeoutError as error:

@@ -300,7 +300,8 @@ class MomentumSync:
         try:
             if self._session is not None and self.failure is None:
                 # Other ranks may not have finished: their last messages may need the coordinator
-                # or go through this rank.
+                # or go through this rank. After a failure they are in another collective call.
+                self._check()
                 self.agree(True)
         finally:
             self._end_session()

@@ -54,6 +54,13 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         return (self.points[index] for index in range(len(self.points)))
 
 
+class SizedStream(Stream):
+    """Iterable-style dataset with a length."""
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+
 class Regression(LightningModule):
     """Small network.
 
@@ -99,7 +106,7 @@ def fit(
     *,
     model: dict[str, Any] | None = None,
     counts: tuple[int, ...] | None = None,
-    streamed: bool = False,
+    streamed: bool | type[Stream] = False,
     resume: str | None = None,
     directory: str | None = None,
     scaler: dict[str, Any] | None = None,
@@ -113,7 +120,7 @@ def fit(
         options: Arguments of the strategy.
         model: Arguments of the model.
         counts: Samples of each rank; None shards 96 samples by Lightning.
-        streamed: True makes the dataset iterable-style; needs `counts`.
+        streamed: True or a class makes the dataset iterable-style; needs `counts`.
         resume: Checkpoint to continue from.
         directory: Where to save a checkpoint after step 8, the end of an epoch of three ranks.
         scaler: Arguments of a gradient scaler for mixed precision.
@@ -135,7 +142,7 @@ def fit(
     if counts is not None:
         points = Points(counts[context.rank], seed=context.rank)
         if streamed:
-            points = Stream(points)  # type: ignore[arg-type]
+            points = (Stream if streamed is True else streamed)(points)  # type: ignore[arg-type]
         trainer_options["use_distributed_sampler"] = False
     plugins: list[Any] = [context.environment]
     if scaler is not None:
@@ -252,15 +259,22 @@ def test_compressed_uneven_loaders_agree(pool: RankPool) -> None:
     assert all(equal(ranks[0]["weights"], other["weights"]) for other in ranks)
 
 
-def test_an_empty_loader_is_refused(pool: RankPool) -> None:
-    messages = pool.run(error_of_an_empty_loader, 2)
-    assert "must have at least one batch on each rank, got 0 on rank 1" in messages[1]
-    assert "rank 1" in messages[0]
+@pytest.mark.parametrize("counts", [(8, 0), (0, 8)])
+@pytest.mark.parametrize("streamed", [True, SizedStream])
+def test_an_empty_loader_is_refused(
+    pool: RankPool, streamed: bool | type[Stream], counts: tuple[int, int]
+) -> None:
+    messages = pool.run(error_of_an_empty_loader, 2, streamed, counts)
+    empty = counts.index(0)
+    assert f"must have at least one batch on each rank, got 0 on rank {empty}" in messages[empty]
+    assert f"rank {empty}" in messages[1 - empty]
 
 
-def error_of_an_empty_loader(context: RankContext) -> str:
+def error_of_an_empty_loader(
+    context: RankContext, streamed: bool | type[Stream], counts: tuple[int, int]
+) -> str:
     try:
-        fit(context, {"algorithm": "raw"}, counts=(8, 0), streamed=True)
+        fit(context, {"algorithm": "raw"}, counts=counts, streamed=streamed)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
