@@ -37,6 +37,8 @@ from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit
 SavedStates = Mapping[str, Any]
 # Key of the states of all ranks of an earlier run, in the state of rank 0.
 LOADED = "loaded"
+# Key of the parameters' orders in memory; see `without_reordered`.
+MEMORY_ORDERS = "memory_orders"
 # Keys of a state that holds nothing.
 _ALWAYS_SAVED = {"step", "algorithm"}
 
@@ -68,10 +70,15 @@ class LoadedStates:
         """Return the states as an entry of a rank's own state, empty on all ranks but 0."""
         return {LOADED: self._states} if self._states and not rank else {}
 
-    def take(self) -> list[dict[str, Any]]:
-        """Return the states, see `with_units`, and forget them."""
-        states, self._states = self._states, []
-        return with_units(states)
+    def take(self, orders: Mapping[str, Sequence[int]] | None = None) -> list[dict[str, Any]]:
+        """Return the states, see `with_units`, and forget them.
+
+        Args:
+            orders: If given, states of parameters with another order are left out; see
+                `without_reordered`.
+        """
+        states, self._states = with_units(self._states), []
+        return states if orders is None else without_reordered(states, orders)
 
     def take_of(self, gradients: Collection[str]) -> list[dict[str, Any]]:
         """Return the states of some gradients, see `with_units`, and forget these."""
@@ -93,6 +100,36 @@ def with_units(saved: Sequence[SavedStates]) -> list[dict[str, Any]]:
     if not any("plan" in one or one.get("units") for one in saved):
         return []
     return [{**one, "units": one.get("units", [])} for one in saved]
+
+
+def without_reordered(
+    saved: Sequence[SavedStates], orders: Mapping[str, Sequence[int]]
+) -> list[dict[str, Any]]:
+    """Return the states of all ranks without those of parameters whose elements have another order
+    in memory now, and warn of them.
+
+    Args:
+        saved: Saved states of all ranks of the earlier run, by rank.
+        orders: Dimensions, in the order of memory, of each parameter that is not contiguous.
+    """
+    reordered = sorted(
+        {
+            entry["gradient"]
+            for one in saved
+            # Earlier versions did not save the orders.
+            if (earlier := one.get(MEMORY_ORDERS)) is not None
+            for entry in one["units"]
+            if list(earlier.get(entry["gradient"], ())) != list(orders.get(entry["gradient"], ()))
+        }
+    )
+    if not reordered:
+        return [dict(one) for one in saved]
+    warnings.warn(
+        f"The checkpoint's residuals of {reordered} were dropped, because these parameters have "
+        "another memory format now.",
+        stacklevel=2,
+    )
+    return [_without_units(one, lambda name: name in reordered) for one in saved]
 
 
 def save_states(states: CodecStates, plan: SyncPlan) -> dict[str, Any]:

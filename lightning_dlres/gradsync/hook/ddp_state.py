@@ -33,7 +33,7 @@ from lightning_dlres.core.comm.collectives import no_check
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.planning import AUTO, check_optimizers, is_adam_like
-from lightning_dlres.gradsync.execute.saved_states import LoadedStates
+from lightning_dlres.gradsync.execute.saved_states import MEMORY_ORDERS, LoadedStates
 from lightning_dlres.gradsync.execute.session import (
     all_reduce_mean,
     flat_gradients,
@@ -350,6 +350,8 @@ class GradientSyncState(SyncStateView):
         saved = self._sync.saved_states()
         if self._power_sgd is not None:
             saved[POWERSGD] = self._power_sgd.state_dict(dist.get_rank())
+        if "units" in saved:
+            saved[MEMORY_ORDERS] = self._names.memory_orders()
         return {**saved, **own}
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -374,7 +376,9 @@ class GradientSyncState(SyncStateView):
             self._power_sgd.load_state_dicts(states, dist.get_rank(), dist.get_world_size())
             return
         if self._is_open:
-            self._sync.reload(self._names.specs, self._loaded.take(), self._step)
+            self._sync.reload(
+                self._names.specs, self._loaded.take(self._names.memory_orders()), self._step
+            )
         # Any algorithm can send what PowerSGD left out.
         self._sync.unsent.put(mean_errors(states))
 
@@ -412,7 +416,7 @@ class GradientSyncState(SyncStateView):
         self._is_open = True
         self._sync.open(
             self._names.specs,
-            self._loaded.take(),
+            self._loaded.take(self._names.memory_orders()),
             step=self._step,
             device=device,
             element_bytes=element_bytes,

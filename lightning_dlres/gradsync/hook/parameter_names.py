@@ -63,6 +63,17 @@ class ParameterNames:
         """Add parameters for which the user gave no names; they get numbers."""
         self.specs += [spec_of(self._of(parameter), parameter) for parameter in parameters]
 
+    def memory_orders(self) -> dict[str, list[int]]:
+        """Return the dimensions, in the order of memory, of each parameter that is not contiguous.
+
+        Codecs see gradients in the order of memory, so residuals are in that order, too.
+        """
+        return {
+            name: sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+            for parameter, name in self._names.items()
+            if not parameter.is_contiguous()
+        }
+
     def of(self, parameters: Iterable[Tensor]) -> Sequence[str]:
         """Return the names of parameters. If no parameter was added before, they get numbers.
 
