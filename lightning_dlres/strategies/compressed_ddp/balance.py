@@ -119,7 +119,11 @@ def checked_shares(shares: object) -> str | list[float]:
     """
     if shares in ("equal", "speed"):
         return str(shares)
-    if shares and isinstance(shares, list) and all(_is_positive(share) for share in shares):
+    if (
+        shares
+        and isinstance(shares, (list, tuple))
+        and all(_is_positive(share) for share in shares)
+    ):
         return [float(share) for share in shares]
     rule = "'equal', 'speed' or a list of positive numbers"
     raise ConfigError(got_expected("share_samples", shares, rule, "share_samples='speed'"))

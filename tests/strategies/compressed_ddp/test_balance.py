@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_dlres import OneBitAdam
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.strategies import CompressedDDPStrategy
+from lightning_dlres.strategies.compressed_ddp.balance import checked_shares
 from lightning_dlres.strategies.compressed_ddp.balanced_loaders import SampleShares
 from tests.support.models import QUIET
 from tests.support.rank_pool import RankContext, RankPool
@@ -211,7 +212,11 @@ def test_what_cannot_be_shared_out_is_refused(pool: RankPool) -> None:
         )
 
 
-@pytest.mark.parametrize("shares", ["fast", [], [1, 0], [1, "2"], None])
+def test_shares_may_be_a_tuple() -> None:
+    assert checked_shares((1, 3)) == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("shares", ["fast", [], (), [1, 0], [1, "2"], None])
 def test_bad_shares_are_refused(shares: Any) -> None:
     with pytest.raises(ConfigError, match="share_samples must be"):
         CompressedDDPStrategy(share_samples=shares)
