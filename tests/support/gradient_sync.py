@@ -135,9 +135,7 @@ def open_sync(
         codecs,
         mailbox,
         tracer,
-        coordinator=None
-        if mode == "none"
-        else CoordinatorLink(mailbox, message_bytes=plan.message_bytes),
+        coordinator=None if mode == "none" else CoordinatorLink(mailbox),
         replay_from=REPLAYED_STEP if mode == "replay" else None,
         **options,
     )

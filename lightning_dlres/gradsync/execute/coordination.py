@@ -13,12 +13,7 @@ from dataclasses import dataclass
 
 from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
 from lightning_dlres.gradsync.execute.messages import check_link, content_of, plans_of, report_of
-from lightning_dlres.gradsync.plan.transmissions import (
-    MESSAGE_BYTES,
-    Transfer,
-    Transmission,
-    TransmissionPlanner,
-)
+from lightning_dlres.gradsync.plan.transmissions import Transfer, Transmission, TransmissionPlanner
 
 _READY, _ARRIVED, _LEARNED = "ready", "arrived", "learned"
 _KEY = ("coordination",)
@@ -43,19 +38,16 @@ class CoordinatorLink:
     Args:
         mailbox: Messages to the other ranks.
         coordinator: Rank of the coordinator.
-        message_bytes: Size in bytes at which a planned message takes no more payloads.
 
     Attributes:
         log: On the coordinator's rank, the messages planned in the last two steps, in order;
             elsewhere empty.
     """
 
-    def __init__(
-        self, mailbox: Mailbox, coordinator: int = 0, message_bytes: int = MESSAGE_BYTES
-    ) -> None:
+    def __init__(self, mailbox: Mailbox, coordinator: int = 0) -> None:
         self._mailbox, self._coordinator = mailbox, coordinator
         self._is_coordinator = mailbox.rank == coordinator
-        self._planner = TransmissionPlanner(message_bytes)
+        self._planner = TransmissionPlanner()
         # Guards the planner, and keeps the plans of all ranks in one order.
         self._lock = threading.Lock()
         # Ranks that have finished the step whose plan is to be repeated.
@@ -74,6 +66,7 @@ class CoordinatorLink:
         self,
         on_plan: Callable[[Plan], None],
         on_failure: Callable[[BaseException], None],
+        message_bytes: int,
     ) -> list[tuple[int, Channel]]:
         """Connect to the coordinator; on the coordinator's rank, to all other ranks.
 
@@ -81,11 +74,13 @@ class CoordinatorLink:
             on_plan: Called with each planned message of any rank, and with a plan to repeat.
             on_failure: Called if a rank that this link receives from is lost, or sends a broken
                 message.
+            message_bytes: Size in bytes at which a planned message takes no more payloads.
 
         Returns:
             Ranks and channels to which this link sends.
         """
         self._on_plan, self._on_failure = on_plan, on_failure
+        self._planner.message_bytes = message_bytes
         mailbox = self._mailbox
         if not self._is_coordinator:
             mailbox.connect(self._coordinator, Channel.SYNC_REPORT)

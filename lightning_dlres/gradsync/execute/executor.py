@@ -85,8 +85,7 @@ class SyncExecutor:
         coordinator: Link to the coordinator, which decides when a payload is sent. None sends
             payloads within milliseconds after they are ready.
         replay_from: First step that repeats the plan of the step before; None for no step.
-        message_bytes: Size in bytes at which a message takes no more payloads, if there is no
-            coordinator.
+        message_bytes: Size in bytes at which a message takes no more payloads.
 
     Attributes:
         failure: Error that ended the work; None while there is none.
@@ -132,7 +131,9 @@ class SyncExecutor:
         self._transmitter: Transmitter = DirectTransmitter(message_bytes)
         if coordinator is not None:
             self._transmitter = CoordinatedTransmitter(self._rank, coordinator, replay_from)
-            self._announced += coordinator.open(lambda plan: self._transfers.put([plan]), self.fail)
+            self._announced += coordinator.open(
+                lambda plan: self._transfers.put([plan]), self.fail, message_bytes
+            )
         for peer in destinations:
             mailbox.connect(peer, Channel.GRADIENT_SYNC)
         for peer in expected:

@@ -103,7 +103,7 @@ def with_units(saved: Sequence[SavedStates]) -> list[dict[str, Any]]:
 
 
 def without_reordered(
-    saved: Sequence[SavedStates], orders: Mapping[str, Sequence[int]]
+    saved: list[dict[str, Any]], orders: Mapping[str, Sequence[int]]
 ) -> list[dict[str, Any]]:
     """Return the states of all ranks without those of parameters whose elements have another order
     in memory now, and warn of them.
@@ -123,7 +123,7 @@ def without_reordered(
         }
     )
     if not reordered:
-        return [dict(one) for one in saved]
+        return saved
     warnings.warn(
         f"The checkpoint's residuals of {reordered} were dropped, because these parameters have "
         "another memory format now.",

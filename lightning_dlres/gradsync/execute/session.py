@@ -107,9 +107,7 @@ class SyncSession:
             self.mailbox,
             self._tracer,
             states=states,
-            coordinator=None
-            if coordinator == "none"
-            else CoordinatorLink(self.mailbox, message_bytes=plan.message_bytes),
+            coordinator=None if coordinator == "none" else CoordinatorLink(self.mailbox),
             replay_from=replay_from if coordinator == "replay" else None,
             keeps_previous=keeps_previous,
             keeps_zeros=keeps_zeros,

@@ -244,7 +244,7 @@ def test_messages_are_as_large_as_the_plan_says(pool: RankPool, mode: str) -> No
     assert single == [[1] * 24] * 2
     for counts in several:
         assert sum(counts) == 24
-        assert max(counts) == 2
+        assert max(counts) <= 2
 
 
 def coordinator_records(
