@@ -167,8 +167,10 @@ def _import(modules: Sequence[str]) -> None:
 
 def _become(program: Program, received: Sequence[int]) -> None:
     """Set up the process as the program says, and call its function."""
-    # Move the descriptors to free numbers first: one may have the number that another is to get.
-    free = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _FREE_DESCRIPTORS) for descriptor in received]
+    # Move the descriptors first above all numbers that they are to get, because one may have the
+    # number that another is to get.
+    above = max([_FREE_DESCRIPTORS, *(number + 1 for number in program.descriptors)])
+    free = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in received]
     for descriptor in received:
         os.close(descriptor)
     for descriptor, number in zip(free, program.descriptors, strict=True):

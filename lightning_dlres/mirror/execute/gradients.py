@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dlres.core._compat import accumulated_parameter, storage_owner_count
+from lightning_dlres.core._compat import (
+    StorageReference,
+    accumulated_parameter,
+    storage_owner_count,
+    storage_reference,
+)
 from lightning_dlres.mirror.execute.region import over
 
 
@@ -77,8 +82,8 @@ class GradientHooks:
     ) -> None:
         self._places, self._arrived, self._update = places, arrived, update
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
-        # Addresses of gradients that stayed where autograd had made them.
-        self._outside: dict[nn.Parameter, int] = {}
+        # Memory of gradients that stayed where autograd had made them.
+        self._outside: dict[nn.Parameter, StorageReference] = {}
         self.is_layerwise = False
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -114,9 +119,11 @@ class GradientHooks:
         if not is_plain or gradient.dtype != place.dtype:
             return
         # Autograd adds to a gradient that had to stay where it is, too, and code may hold it.
-        alias = None if self._outside.get(parameter) == gradient.data_ptr() else free_alias(place)
+        memory, outside = storage_reference(gradient), self._outside.get(parameter)
+        stays = outside is not None and outside == memory
+        alias = None if stays else free_alias(place)
         if alias is None:
-            self._outside[parameter] = gradient.data_ptr()
+            self._outside[parameter] = memory
         else:
             self._outside.pop(parameter, None)
             parameter.grad = alias.copy_(gradient)
