@@ -28,7 +28,13 @@ class PeerTimeoutError(PeerError, TimeoutError):
 
 
 class PeerLostError(PeerError):
-    """A peer died, closed its connection, or announced a failure."""
+    """A peer died, closed its connection, or announced a failure.
+
+    Attributes:
+        is_announced: True if the message is an announcement; see `announcement`.
+    """
+
+    is_announced = False
 
 
 class ProtocolError(PeerError):
@@ -52,6 +58,26 @@ class BatchMismatchError(PeerError):
 def text_of(error: object) -> str:
     """Return the text of an error in valid UTF-8; a file name in it may be invalid UTF-8."""
     return str(error).encode(errors="backslashreplace").decode()
+
+
+def announcement(name: str, error: BaseException | str) -> str:
+    """Return the text by which a rank tells the others that it has failed.
+
+    An announcement of another rank is passed on as it is, so that it names the rank at fault.
+
+    Args:
+        name: Name of the rank.
+        error: Its error, or the text of one.
+    """
+    is_announced = isinstance(error, PeerLostError) and error.is_announced
+    return text_of(error) if is_announced else text_of(f"{name} gave up: {error}")
+
+
+def announced(text: str) -> PeerLostError:
+    """Return the error of a rank that has got an announcement of another one."""
+    error = PeerLostError(text)
+    error.is_announced = True
+    return error
 
 
 def error_named(name: str, text: str) -> DlresError:

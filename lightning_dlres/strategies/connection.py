@@ -38,6 +38,8 @@ _TIMEOUT_AFTER_FAILURE_SECONDS = 10.0
 _WATCH_DEADLINE_SECONDS = 30.0
 # Parts of the messages of errors that torch's collectives raise when a rank is lost or late.
 _SIGNS_OF_A_LOST_RANK = ("gloo", "pair closure", "NCCL")
+# Backends that torch lists, and that send nothing to other ranks.
+_BACKENDS_WITHOUT_TRANSFERS = {"fake", "undefined"}
 
 
 def check_backend(backend: object) -> None:
@@ -51,7 +53,8 @@ def check_backend(backend: object) -> None:
     name, fix = "process_group_backend", "process_group_backend='gloo'"
     instance(name, backend, (str,), "the name of a backend of torch.distributed", fix)
     for part in str(backend).lower().split(","):
-        one_of(name, part.split(":")[-1], set(dist.Backend.backend_list), fix)
+        known = set(dist.Backend.backend_list) - _BACKENDS_WITHOUT_TRANSFERS
+        one_of(name, part.split(":")[-1], sorted(known), fix)
 
 
 def join_process_group(
@@ -168,7 +171,8 @@ class Connection:
         if self._failure is None:
             self._failure = f"{type(error).__name__}: {error}"
             if self._watch is not None and self._watch.failure is None:
-                self._watch.announce(self._failure)
+                is_known = isinstance(error, PeerLostError) and error.is_announced
+                self._watch.announce(error if is_known else self._failure)
 
     @contextmanager
     def naming_lost_ranks(self) -> Iterator[None]:

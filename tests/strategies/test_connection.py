@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
-from lightning_dlres.core.errors import PeerTimeoutError
+from lightning_dlres.core.errors import ConfigError, PeerTimeoutError
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.strategies.connection import Connection, is_child_of_rank_0
+from lightning_dlres.strategies.connection import (
+    Connection,
+    check_backend,
+    is_child_of_rank_0,
+)
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.waiting import wait_until
 
@@ -25,6 +29,16 @@ def test_rank_0_is_the_parent_on_its_own_host_only(
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     assert is_child_of_rank_0(LightningEnvironment()) == expected
     assert not is_child_of_rank_0(TorchElasticEnvironment())
+
+
+@pytest.mark.parametrize("backend", ["fake", "undefined", "glo", "cpu:gloo,cuda:fake", 3])
+def test_a_backend_that_connects_no_ranks_is_refused(backend: object) -> None:
+    check_backend("gloo")
+    check_backend("cpu:gloo,cuda:nccl")
+    with pytest.raises(ConfigError, match=r"^process_group_backend must be .*'gloo'") as raised:
+        check_backend(backend)
+    assert "'fake' or" not in str(raised.value)
+    assert "'undefined' or" not in str(raised.value)
 
 
 def call_without_rank_1(context: RankContext, directory: Path) -> tuple[list[bool], str]:

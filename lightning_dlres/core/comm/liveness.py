@@ -45,8 +45,9 @@ from lightning_dlres.core.errors import (
     ConfigError,
     PeerLostError,
     ProtocolError,
+    announced,
+    announcement,
     got_expected,
-    text_of,
 )
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.core.wire.decoding import from_msgpack
@@ -266,7 +267,8 @@ class Watch:
             PeerLostError: If a rank has failed; the message names it.
         """
         if self._failure is not None and not self._closing.is_set():
-            raise PeerLostError(self._failure.message)
+            is_own = self._failure.origin == self.rank
+            raise (PeerLostError if is_own else announced)(self._failure.message)
 
     def count_signal(self, number: int) -> None:
         """Count a signal that this process has received; the next heartbeat carries the count to
@@ -279,14 +281,14 @@ class Watch:
         reaches the hub with the next heartbeat, and other ranks with the one after it."""
         return self._endpoint.signal_counts()
 
-    def announce(self, message: str) -> None:
+    def announce(self, error: str | BaseException) -> None:
         """Tell all other ranks that this one has failed, and why; return within about a second.
 
         Only the first failure of a run counts: nothing is sent if another one is known. Nothing is
         sent after `close` either.
         """
         if self._failure is None and self._announcement is None and not self._closing.is_set():
-            text = text_of(f"{self.names[self.rank]} gave up: {message}")[:_MAX_TEXT_LENGTH]
+            text = announcement(self.names[self.rank], error)[:_MAX_TEXT_LENGTH]
             self._announcement = RankFailure(self.rank, text)
             self._endpoint.interrupt()
             self._confirmed.wait(FLUSH_SECONDS)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
 from lightning_dlres.core.device.stream_beside import DeviceStream, stream_beside
-from lightning_dlres.core.errors import PeerError, PeerTimeoutError, ProtocolError, text_of
+from lightning_dlres.core.errors import PeerError, PeerTimeoutError, ProtocolError, announcement
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
@@ -233,9 +233,10 @@ class SyncExecutor:
     def _announce(self, error: BaseException) -> None:
         """Tell other ranks why this one sends nothing more; they would wait until the deadline, and
         then name this rank instead of the one at fault."""
+        text = announcement(self._names[self._rank], error)
         for peer, channel in self._announced:
             with contextlib.suppress(PeerError):
-                self._mailbox.send(peer, channel, FAILURE_KEY, text_of(error))
+                self._mailbox.send(peer, channel, FAILURE_KEY, text)
 
     def _guarded(self, loop: Callable[[], None]) -> None:
         try:

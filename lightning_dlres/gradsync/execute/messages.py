@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_dlres.core.arrays import array_of, byte_array
 from lightning_dlres.core.comm.mailbox import Item
-from lightning_dlres.core.errors import PeerLostError, ProtocolError
+from lightning_dlres.core.errors import PeerLostError, ProtocolError, announced, text_of
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.gradsync.plan.graph import Part
 from lightning_dlres.gradsync.plan.transmissions import Entry
@@ -38,7 +38,7 @@ def content_of(item: Item, name: str) -> Tree:
         raise PeerLostError(f"lost {name} while gradients were synchronised: {item}") from item
     key, content = item
     if key == FAILURE_KEY:
-        raise PeerLostError(f"{name} gave up: {content}")
+        raise announced(text_of(content))
     return content
 
 

@@ -139,6 +139,18 @@ def test_all_other_ranks_learn_an_announced_failure(group: Group, speaker: int) 
     assert group.reports[speaker] == []
 
 
+def test_an_announcement_of_another_rank_is_passed_on_as_it_is(group: Group) -> None:
+    one, other = group.start(2)
+    one.announce("no such sample")
+    failure_of(other)
+    with pytest.raises(PeerLostError) as raised:
+        other.check()
+    # A rank of another run, which knows of no failure.
+    first, second = Group(group.stack).start(2)
+    second.announce(raised.value)
+    assert failure_of(first).message == f"{NAMES[0]} gave up: no such sample"
+
+
 class InterruptedPayload:
     """A heartbeat of rank 1. The hub receives a signal while its watch reads it."""
 

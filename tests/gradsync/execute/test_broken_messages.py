@@ -23,6 +23,7 @@ from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
 from lightning_dlres.core.errors import PeerError, PeerLostError, ProtocolError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
+from lightning_dlres.gradsync.execute.messages import FAILURE_KEY
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
@@ -146,6 +147,25 @@ def test_a_broken_message_ends_the_work(content: Any, is_early: bool) -> None:
         assert rank.errors == [error]
         with pytest.raises(ProtocolError):
             rank.sync.run(1, {"a": torch.ones(100)})
+
+
+@pytest.mark.parametrize(
+    ("received", "sent"),
+    [
+        ((FAILURE_KEY, "rank 2 gave up: no sample"), "rank 2 gave up: no sample"),
+        (
+            RuntimeError("closed"),
+            "rank 0 gave up: lost rank 1 while gradients were synchronised: closed",
+        ),
+    ],
+    ids=["another rank's", "its own"],
+)
+def test_a_rank_announces_the_first_failure(received: Item, sent: str) -> None:
+    with lone_rank() as rank:
+        rank.start()
+        rank.mailbox.handlers[1, Channel.GRADIENT_SYNC](received)
+        assert [tree for _, _, tree in rank.mailbox.sent] == [sent]
+        assert isinstance(rank.sync.failure, PeerLostError)
 
 
 def test_a_payload_of_a_finished_step_is_refused() -> None:

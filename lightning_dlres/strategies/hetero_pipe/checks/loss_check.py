@@ -190,7 +190,7 @@ def _reason_in_effects(
     if collections:
         return f"training_step adds to self.{collections[0]}, which must happen once per batch"
     if buffers:
-        return f"training_step changes the buffer {buffers[0]!r}, which must happen once per batch"
+        return f"training_step changes {buffers[0]!r} in place, which must happen once per batch"
     if extra:
         return f"training_step returns {extra[0]!r} beside the loss, which is for the whole batch"
     if unsendable:
