@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +72,14 @@ class Turns:
         self._ranks.close()
         self._bed.__exit__(*error)
 
-    def warm_up(self, emulated: float = 0.0) -> None:
-        """Make all contenders, and train with each some steps that do not count.
+    def warm_up(self, emulated: float = 0.0, names: Iterable[str] | None = None) -> None:
+        """Make contenders, and train with each some steps that do not count.
 
         Args:
             emulated: Emulated seconds of computation in a step.
+            names: The contenders; None for all.
         """
-        for name in self._contenders:
+        for name in self._contenders if names is None else names:
             self.order(name, _WARM_UP, emulated)
 
     def order(self, name: str, steps: int, emulated: float = 0.0) -> list[dict[str, Any]]:
