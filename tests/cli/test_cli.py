@@ -144,6 +144,26 @@ def data_config(directory: Path, arguments: dict[str, Any]) -> Path:
     return path
 
 
+def test_classes_of_the_package_have_short_names(run_script: RunScript) -> None:
+    # In a process of its own, since a class has one as soon as anything has imported it.
+    program = """
+        import sys
+        from lightning_dlres.cli.main import main
+        main(["fit", *sys.argv[1:], "--print_config"])
+    """
+    names = {
+        "--data": "PrefetchCacheDataModule",
+        "--optimizer": "OneBitAdam",
+        "--trainer.callbacks+": "ParameterMirror",
+        "--trainer.plugins": "MemoryPrecision",
+    }
+    options = [word for option in names.items() for word in option]
+    result = run_script(program, *options, "--data.train", "samples")
+    assert result.returncode == 0, result.output
+    for name in names.values():
+        assert f"class_path: lightning_dlres.{name}\n" in result.output
+
+
 def test_fit_trains_the_example(pool: RankPool, tmp_path: Path) -> None:
     options = (f"--config={CONFIG}", *TINY, "--trainer.strategy=dlres_hetero_pipe")
     # `run` would return the exit status alone, without the printed plan.
