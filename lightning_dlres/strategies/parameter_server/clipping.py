@@ -2,21 +2,32 @@
 
 A rank has only its own gradients. So the precision plugin notes how to clip, and the servers clip
 the merged gradients. The plugin's class is not replaced, because its name is a key in checkpoints.
+
+In plain training a call clips the gradients that are there. So a note belongs to gradients: it
+holds as long as a parameter has the same ones, and new gradients of a later backward end it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dlres.core._compat import StorageReference, storage_reference, version_of
+from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.strategies.few_bits import unwrapped
+
+# Version that no gradient has.
+_CHANGED = -1
 
 
 @dataclass(frozen=True)
 class ClippingBounds:
-    """Bounds of an optimizer's merged gradients.
+    """Bounds of an optimizer's merged gradients; the servers apply that of the norm first.
 
     Attributes:
         max_norm: Largest norm of all of them together; None for any.
@@ -26,39 +37,115 @@ class ClippingBounds:
     max_norm: float | None = None
     max_value: float | None = None
 
+    def and_norm(self, bound: float) -> ClippingBounds:
+        """Return the bounds with a further one of the norm.
 
-class Clipping:
-    """Clipping of the current step, by optimizer.
+        Raises:
+            UnsupportedStepError: If there is one of the values already.
+        """
+        if self.max_value is not None:
+            raise UnsupportedStepError(
+                "clip_gradients must not clip by norm after it has clipped by value, because the "
+                "servers clip by norm first. Clip by norm first, or only in one way."
+            )
+        return ClippingBounds(bound if self.max_norm is None else min(bound, self.max_norm))
+
+    def and_value(self, bound: float) -> ClippingBounds:
+        """Return the bounds with a further one of the values."""
+        value = bound if self.max_value is None else min(bound, self.max_value)
+        return ClippingBounds(self.max_norm, value)
+
+
+class _Note:
+    """Bounds that hold for the gradients that the parameters of an optimizer have now.
 
     Args:
-        value: The Trainer's `gradient_clip_val`, which holds in every step.
-        algorithm: Its `gradient_clip_algorithm`.
+        optimizer: The optimizer.
+        bounds: The bounds.
     """
 
-    def __init__(self, value: float | None = None, algorithm: str | None = None) -> None:
-        bound = float(value) if value else None
-        is_value = algorithm == "value"
-        self._by_trainer = ClippingBounds(None if is_value else bound, bound if is_value else None)
-        self._noted: dict[Optimizer, ClippingBounds] = {}
+    def __init__(self, optimizer: Optimizer, bounds: ClippingBounds) -> None:
+        self.bounds = bounds
+        # Memory and version of each gradient.
+        self._gradients = {
+            parameter: _state(gradient) for parameter, gradient in _gradients(optimizer).items()
+        }
+
+    def renew(self, parameter: nn.Parameter) -> None:
+        """Take note of a gradient that backward has made, or to which it has added."""
+        gradient, before = parameter.grad, self._gradients.get(parameter)
+        # If autograd has added to the memory of the clipped gradient, the version shows it.
+        if gradient is None or before is None or storage_reference(gradient) == before[0]:
+            return
+        if gradient.requires_grad:
+            # Autograd adds to a gradient with a graph in new memory.
+            self._gradients[parameter] = storage_reference(gradient), _CHANGED
+        else:
+            del self._gradients[parameter]
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Return True if the bounds are those of the gradients, and False if none of them is.
+
+        Raises:
+            UnsupportedStepError: If the gradients have changed since.
+        """
+        gradients = _gradients(optimizer)
+        clipped = {p: before for p, before in self._gradients.items() if p in gradients}
+        is_changed = any(_state(gradients[p]) != before for p, before in clipped.items())
+        if is_changed or (clipped and len(clipped) < len(gradients)):
+            raise UnsupportedStepError(
+                "gradients must stay as they are from clip_gradients to the optimizer's step and "
+                "zero_grad, because the servers clip them in the step. Call clip_gradients after "
+                "all other changes, and let zero_grad set gradients to None."
+            )
+        return bool(clipped)
+
+
+class Clipping:
+    """Clipping of the steps, by optimizer.
+
+    Args:
+        every_step: Bounds of each step, if nothing can change them; None to take notes.
+    """
+
+    def __init__(self, every_step: ClippingBounds | None = None) -> None:
+        self._every_step = every_step
+        self._notes: dict[Optimizer, _Note] = {}
 
     def of(self, optimizer: Optimizer) -> ClippingBounds:
-        """Return the bounds for the next step of an optimizer."""
-        return self._noted.get(optimizer, self._by_trainer)
+        """Return the bounds of the gradients that the optimizer's parameters have now.
 
-    def forget(self, optimizer: Optimizer) -> None:
-        """Forget what was noted for a step that has ended."""
-        self._noted.pop(optimizer, None)
+        Raises:
+            UnsupportedStepError: If other code has changed gradients after it clipped them.
+        """
+        if self._every_step is not None:
+            return self._every_step
+        note = self._notes.get(optimizer)
+        if note is None:
+            return ClippingBounds()
+        if note.holds(optimizer):
+            return note.bounds
+        del self._notes[optimizer]
+        return ClippingBounds()
+
+    def renew(self, parameter: nn.Parameter) -> None:
+        """Take note of a gradient that backward has made, or to which it has added."""
+        for note in self._notes.values():
+            note.renew(parameter)
 
     def attach(self, precision: Precision) -> None:
         """Let a precision plugin note how to clip, and change no gradient."""
 
-        def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+        def note(optimizer: Optimizer, bounded: Callable[[ClippingBounds], ClippingBounds]) -> None:
             inner = unwrapped(optimizer)
-            self._noted[inner] = replace(self.of(inner), max_norm=float(clip_val))
+            if self._every_step is None:
+                self._notes[inner] = _Note(inner, bounded(self.of(inner)))
+
+        def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+            note(optimizer, lambda bounds: bounds.and_norm(float(clip_val)))
 
         def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
-            inner = unwrapped(optimizer)
-            self._noted[inner] = replace(self.of(inner), max_value=float(clip_val))
+            note(optimizer, lambda bounds: bounds.and_value(float(clip_val)))
 
         precision.__dict__["clip_grad_by_norm"] = clip_grad_by_norm
         precision.__dict__["clip_grad_by_value"] = clip_grad_by_value
@@ -67,3 +154,26 @@ class Clipping:
         """Let the precision plugin clip by itself again."""
         precision.__dict__.pop("clip_grad_by_norm", None)
         precision.__dict__.pop("clip_grad_by_value", None)
+
+
+def trainer_bounds(value: float | None, algorithm: str | None) -> ClippingBounds:
+    """Return the bounds of a Trainer's `gradient_clip_val` and `gradient_clip_algorithm`."""
+    if not value:
+        return ClippingBounds()
+    if algorithm == "value":
+        return ClippingBounds(max_value=float(value))
+    return ClippingBounds(max_norm=float(value))
+
+
+def _gradients(optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
+    """Return the gradients of an optimizer's parameters; sparse ones are refused in the step."""
+    return {
+        parameter: parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None and parameter.grad.layout is torch.strided
+    }
+
+
+def _state(gradient: Tensor) -> tuple[StorageReference, int]:
+    return storage_reference(gradient), version_of(gradient)

@@ -26,7 +26,7 @@ from lightning_dlres.paramserver.execute.server.optimizers import wire_options
 from lightning_dlres.paramserver.execute.worker.edited_parameters import EditedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession, norm_scale
 from lightning_dlres.paramserver.setup.model_keys import ModelKeys
-from lightning_dlres.strategies.parameter_server.clipping import Clipping
+from lightning_dlres.strategies.parameter_server.clipping import Clipping, ClippingBounds
 
 # Least number of elements, spread over a gradient, that are compared.
 _SAMPLE = 256
@@ -84,7 +84,7 @@ class RemoteUpdates:
         session: Session of this rank.
         keys: Keys of the model.
         optimizers: The optimizers, without Lightning's wrappers.
-        clipping: Clipping of the current step.
+        clipping: Clipping of the steps.
         may_push_early: Returns True if no other code needs the gradients of this backward.
     """
 
@@ -145,6 +145,7 @@ class RemoteUpdates:
 
     def _on_gradient(self, hooked: Tensor) -> None:
         parameter = accumulated_parameter(hooked)
+        self._clipping.renew(parameter)
         # Another hook may change the gradient after this one.
         is_early = self._may_push_early() and not has_foreign_gradient_hooks(parameter)
         if is_early and parameter.grad is not None:
@@ -153,10 +154,11 @@ class RemoteUpdates:
                     "backward must run once in a step that overlaps with pushes, but it made a "
                     "gradient twice. Set ParameterServerStrategy(overlap=False)."
                 )
-            self._push(parameter)
+            optimizer = self._optimizers[self._keys.groups[parameter][0]]
+            self._push(parameter, self._clipping.of(optimizer))
             self._pushed[parameter] = _PushedGradient(parameter.grad)
 
-    def _push(self, parameter: nn.Parameter) -> None:
+    def _push(self, parameter: nn.Parameter, bounds: ClippingBounds) -> None:
         gradient = parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
             raise ConfigError(
@@ -164,7 +166,6 @@ class RemoteUpdates:
                 f"{tuple(gradient.shape)}. Use nn.Embedding(..., sparse=False)."
             )
         place = self._keys.groups[parameter]
-        bounds = self._clipping.of(self._optimizers[place[0]])
         if place not in self._options:
             self._options[place] = self._encoded_options(place)
         for key in reversed(self._keys.by_parameter[parameter]):
@@ -201,22 +202,21 @@ class RemoteUpdates:
             )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._require_unchanged()
+        bounds = self._clipping.of(optimizer)
         # In the order in which backward makes gradients, as far as that is known. Other workers
         # wait for a parameter that is trained, also if it has no gradient here. Optimizers use
         # gradients of parameters that were frozen after backward, too.
         for parameter in reversed(parameters):
             is_used = parameter.requires_grad or parameter.grad is not None
             if is_used and parameter not in self._pushed:
-                self._push(parameter)
-        max_norm = self._clipping.of(optimizer).max_norm
-        if max_norm is not None:
-            self._session.commit(norm_scale(self._session.wait_merged(), max_norm))
+                self._push(parameter, bounds)
+        if bounds.max_norm is not None:
+            self._session.commit(norm_scale(self._session.wait_merged(), bounds.max_norm))
         self._session.wait()
         self._session.land()
         self._edits.remember()
         self._pushed.clear()
         self._options.clear()
-        self._clipping.forget(optimizer)
         self._hidden = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None

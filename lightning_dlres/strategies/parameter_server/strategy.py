@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -45,7 +45,7 @@ from lightning_dlres.strategies.connection import (
 )
 from lightning_dlres.strategies.few_bits import unwrapped, warn_about_few_bits
 from lightning_dlres.strategies.lazy_parameters import refuse_lazy_parameters
-from lightning_dlres.strategies.parameter_server.clipping import Clipping
+from lightning_dlres.strategies.parameter_server.clipping import Clipping, trainer_bounds
 from lightning_dlres.strategies.parameter_server.remote_update import RemoteUpdates
 from lightning_dlres.strategies.parameter_server.server_hosting import (
     HostedServers,
@@ -261,12 +261,19 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             self._session.load_pushes(loaded)
         self._session.join()
         trainer = self._module.trainer
-        self._clipping = Clipping()
+        pushes_early, bounds = self._pushes_early(), None
+        if pushes_early:
+            # No other code may clip then.
+            bounds = trainer_bounds(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        self._clipping = Clipping(bounds)
         if self._ranks_wait_for_each_other:
-            self._clipping = Clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
             self._clipping.attach(self.precision_plugin)
         self._updates = RemoteUpdates(
-            self._session, self._keys, optimizers, self._clipping, self._pushes_early()
+            self._session,
+            self._keys,
+            optimizers,
+            self._clipping,
+            lambda: pushes_early and not self._accumulates,
         )
         if self.global_rank == 0:
             hosted = self._hosted
@@ -298,11 +305,11 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             log_directory=None if options.log_directory is None else Path(options.log_directory),
         )
 
-    def _pushes_early(self) -> Callable[[], bool]:
-        """Return the function that tells if gradients may be pushed in backward."""
+    def _pushes_early(self) -> bool:
+        """Return True if gradients may be pushed in the last backward before a step."""
         trainer = self._module.trainer
         clips_itself = not self._ranks_wait_for_each_other and bool(trainer.gradient_clip_val)
-        is_possible = (
+        return (
             self._options.overlap
             and self._module.automatic_optimization
             and not clips_itself
@@ -310,7 +317,6 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             # A plugin of the user's own may change gradients in its `optimizer_step`.
             and type(self.precision_plugin).__module__.startswith("lightning.")
         )
-        return lambda: is_possible and not self._accumulates
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
