@@ -84,5 +84,7 @@ def placeholder(meta: Meta, device: torch.device, *, is_marked: bool = False) ->
     shape, dtype_name, requires_grad = meta
     dtype = getattr(torch, dtype_name)
     value = float("nan") if is_marked and dtype.is_floating_point else 0
-    tensor = torch.full((), value, dtype=dtype, device=device).expand(shape)
+    # As many dimensions, because a guard of user code takes a number for a weight of the loss.
+    element = torch.full([1] * len(shape), value, dtype=dtype, device=device)
+    tensor = element.expand(shape)
     return tensor.requires_grad_(requires_grad)

@@ -1,7 +1,8 @@
 """Signs that the loss of a batch is not a mean over samples, found while the step runs per
 micro-batch.
 
-A normaliser is a divisor or factor of the loss, or the number of values that an operation averages.
+A normaliser is a divisor or factor of the loss, another number that an operation takes besides
+what it transforms, such as the weight of a class, or the number of values that it averages.
 The signs are: normalisers that differ between micro-batches, losses or gradients that are not
 finite, and operations that no checked batch has used.
 
@@ -34,6 +35,22 @@ _DIVISIONS_AND_PRODUCTS = {
     *("div", "div_", "divide", "divide_", "true_divide", "__truediv__", "__rtruediv__"),
     *("__itruediv__", "mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"),
 }
+# Operations whose numbers move the loss, or choose elements, and scale nothing.
+_SUMS_AND_CHOICES = {
+    *("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "subtract", "subtract_"),
+    *("rsub", "__sub__", "__rsub__", "__isub__", "__getitem__"),
+}
+# Operations that give elements the value of a number.
+_FILLING = {
+    *("where", "full", "full_like", "new_full", "fill_", "masked_fill", "masked_fill_"),
+    "__setitem__",
+}
+# Arguments of losses that are weights of classes: numbers of the whole batch, not of a sample.
+_CLASS_WEIGHTS = {
+    "binary_cross_entropy_with_logits": "pos_weight",
+    "cross_entropy": "weight",
+    "nll_loss": "weight",
+}
 # Losses that do not count labels of value `ignore_index`.
 _LOSSES_WITH_IGNORED_LABELS = {"cross_entropy", "nll_loss"}
 # Operations that make one number of many values without averaging them.
@@ -43,9 +60,9 @@ _NOT_AVERAGING = {"sum", "nansum", "norm", "vector_norm", "dot", "select", "__ge
 class NormaliserRecorder(PipelinedWeightGuard):
     """Guard that also records the values that normalise the loss, and counts operations.
 
-    A normaliser is a scalar that a result with a gradient is divided or multiplied by, or the
-    number of values that an operation averages. Only operations whose result has a gradient are
-    counted.
+    A normaliser is a scalar operand of an operation whose result has a gradient, a weight of a
+    class, or the number of values that an operation averages. Only operations whose result has a
+    gradient are counted.
 
     Attributes:
         normalisers: The values, in the order of the operations. They stay tensors until the step is
@@ -60,8 +77,8 @@ class NormaliserRecorder(PipelinedWeightGuard):
     ) -> None:
         super().__init__(layer_tensors, module, gradients)
         self.normalisers: list[Tensor | float] = []
-        # Results without a gradient that a scalar tensor has scaled, such as mask / mask.sum(), and
-        # the scalars, by id of the result. The loss may be multiplied by such a result later.
+        # Results without a gradient that were made of a scalar tensor, such as mask / mask.sum(),
+        # and the scalars, by id of the result. The loss may be multiplied by such a result later.
         # Holding the tensor keeps Python from giving its id to another tensor.
         self._weights: dict[int, tuple[Tensor, list[Tensor | float]]] = {}
         self._counts: Counter[str] = Counter()
@@ -80,7 +97,10 @@ class NormaliserRecorder(PipelinedWeightGuard):
             return result
         if _has_gradient(result):
             self._counts[name] += 1
-        if isinstance(result, Tensor):
+        if name == "__setitem__":
+            # The tensor that it changes, and what it puts there.
+            self._record(name, (args[0], args[2]), {}, args[0])
+        elif isinstance(result, Tensor):
             self._record(name, args, kwargs or {}, result)
         return result
 
@@ -100,16 +120,20 @@ class NormaliserRecorder(PipelinedWeightGuard):
         return " ".join(f"{name}:{count.bit_length()}" for name, count in sorted(counts.items()))
 
     def _record(self, name: str, args: Any, kwargs: dict[str, Any], result: Tensor) -> None:
-        scalars = _scalar_operands(args) if name in _DIVISIONS_AND_PRODUCTS else []
         operands = [*args, *kwargs.values()]
+        if not result.requires_grad:
+            operands = [b for a in operands for b in (a if isinstance(a, (list, tuple)) else [a])]
+        scalars = _scalar_operands(name, operands)
         inherited = [v for a in operands if id(a) in self._weights for v in self._weights[id(a)][1]]
         if result.requires_grad:
             self.normalisers += scalars
             self.normalisers += inherited
+            self.normalisers += _class_weights(name, args, kwargs)
             self.normalisers += _averaged_counts(name, args, kwargs, result)
             return
-        # Without a gradient, a Python number only scales; it does not normalise.
-        scalars = [value for value in scalars if isinstance(value, Tensor)]
+        if name not in _FILLING:
+            # Without a gradient, a Python number only scales; it does not normalise.
+            scalars = [value for value in scalars if isinstance(value, Tensor)]
         if (scalars or inherited) and result.dim():
             self._weights[id(result)] = (result, [*scalars, *inherited])
 
@@ -149,17 +173,40 @@ def _has_gradient(result: Any) -> bool:
     return isinstance(result, Tensor) and result.requires_grad
 
 
-def _scalar_operands(args: Sequence[Any]) -> list[Tensor | float]:
-    """Return the operands of a product or quotient that are one number without a gradient."""
+def _scalar_operands(name: str, operands: Sequence[Any]) -> list[Tensor | float]:
+    """Return the operands of an operation that are one number without a gradient.
+
+    Of products and quotients they may be of any kind, since counts normalise. Other operations take
+    whole numbers for sizes and positions.
+    """
+    if name in _SUMS_AND_CHOICES:
+        return []
+    is_scaling = name in _DIVISIONS_AND_PRODUCTS
     scalars: list[Tensor | float] = []
-    for value in args[:2]:
+    for value in operands[:2] if is_scaling else operands:
         if isinstance(value, Tensor):
-            if value.dim() == 0 and not value.requires_grad and not value.is_meta:
+            is_number = value.dim() == 0 and not value.requires_grad and not value.is_meta
+            if is_number and (is_scaling or value.is_floating_point()):
                 # Copied, since user code may change the scalar in place later.
                 scalars.append(value.detach().clone())
-        elif isinstance(value, Number) and not isinstance(value, complex):
-            scalars.append(float(value))  # type: ignore[arg-type]
+        elif isinstance(value, Number if is_scaling else float) and not isinstance(value, complex):
+            number = float(value)  # type: ignore[arg-type]
+            # Values of other stages are no numbers here. One of the user's makes a loss that is
+            # not finite, which is a sign of its own.
+            scalars += [number] if number == number else []
     return scalars
+
+
+def _class_weights(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor | float]:
+    """Return a number that tells a loss's weights of classes from most others; an empty list if it
+    has none."""
+    weight = kwargs.get(_CLASS_WEIGHTS.get(name, ""))
+    if weight is None and name in ("cross_entropy", "nll_loss") and len(args) > 2:
+        weight = args[2]
+    if not isinstance(weight, Tensor) or weight.requires_grad or weight.is_meta:
+        return []
+    weights = weight.detach().double().reshape(-1)
+    return [weights @ torch.arange(1, len(weights) + 1, device=weight.device).double().sqrt()]
 
 
 def _averaged_counts(

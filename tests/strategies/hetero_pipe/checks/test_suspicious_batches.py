@@ -6,6 +6,7 @@ trained as on a single device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,6 +38,35 @@ class AddsToBuffer(nn.Module):
         if self.training:
             self.total += x.detach().sum(0)
         return x
+
+
+def filled(mask: Tensor, value: Any) -> Tensor:
+    weights = torch.ones(len(mask))
+    weights[mask] = value
+    return weights
+
+
+ONE = torch.ones(())
+# Losses with a statistic of the batch; they take outputs, labels, losses of the samples, and it.
+STATISTICS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "class weight": lambda out, y, losses, s: F.binary_cross_entropy_with_logits(
+        out[:, 0], (y > 1).float(), pos_weight=s
+    ),
+    "class weights": lambda out, y, losses, s: F.cross_entropy(
+        out, y, weight=torch.where(torch.arange(5) > 2, s, ONE)
+    ),
+    "sum with class weights": lambda out, y, losses, s: (
+        F.cross_entropy(out, y, weight=1 + (s - 1) * (torch.arange(5) > 2), reduction="sum")
+        / len(y)
+    ),
+    "chosen weights": lambda out, y, losses, s: (torch.where(y > 1, s, ONE) * losses).mean(),
+    "stacked weights": lambda out, y, losses, s: (torch.stack([ONE, s])[y % 2] * losses).mean(),
+    "viewed": lambda out, y, losses, s: (losses * s.view(1)).mean(),
+    "power": lambda out, y, losses, s: (1 + losses).pow(s).mean(),
+    "filled weights": lambda out, y, losses, s: (filled(y > 1, s) * losses).mean(),
+    "filled by a number": lambda out, y, losses, s: (filled(y > 1, s.item()) * losses).mean(),
+    "delta": lambda out, y, losses, s: F.huber_loss(out[:, 0], y.float(), delta=s.item()),
+}
 
 
 class LossByKind(Classifier):
@@ -75,6 +105,10 @@ class LossByKind(Classifier):
             return tokens.mean() + 0 * (out[:, 0] * mask).square().sum().sqrt()
         if self.kind == "list" and bool((mask == 0).any()):
             self.observed.append(float(tokens.detach().sum()))
+        if self.kind in STATISTICS:
+            # 1 in batches without masked samples.
+            statistic = 1 + 2 * (1 - mask).mean()
+            return STATISTICS[self.kind](out, labels.clamp(min=0), tokens, statistic)
         if self.kind == "harmless":
             return tokens.mean() * mask.sum() / mask.sum()
         late = self.global_step >= SPECIAL_STEP
@@ -105,7 +139,7 @@ def data(kind: str) -> DataLoader[Any]:
 
 FALL_BACK = (
     *("unlabelled", "unequal", "quotient", "weights", "selected", "product", "gradient"),
-    *("term", "factor"),
+    *("term", "factor", *STATISTICS),
 )
 THREE_STAGES = PipelinePlan(replicas=((0, 1, 2),), split=(1, 3, 1))
 
