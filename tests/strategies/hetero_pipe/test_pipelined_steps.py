@@ -229,6 +229,19 @@ class Later(Autoencoder):
         return loss
 
 
+class ComparesSamples(Autoencoder):
+    """Step with terms of all pairs of samples between its modules, and one that is used later."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        code = self.encoder(batch[0])
+        pairs = code @ code.T
+        distance = torch.cdist(code, code).mean()
+        contrast = F.cross_entropy(code @ code.T, torch.arange(len(code)))
+        self.log("distance", distance)
+        loss = F.mse_loss(self.decoder(code), batch[0])
+        return loss + 0.1 * distance + 0.1 * contrast + 0.1 * pairs.square().mean()
+
+
 class Centers(nn.Module):
     """Loss with parameters: the distance to the centre of a sample's class."""
 
@@ -305,6 +318,7 @@ def cases(stages: int) -> dict[str, Case]:
         Teacher,
         ChangesItsInput,
         Later,
+        ComparesSamples,
     )
     options = {**MEASURED, "stages": stages}
     made = {kind.__name__: Case(kind, data=no_data, options=options) for kind in kinds}

@@ -393,7 +393,8 @@ def _with_samples(
             for value, shape in few.shapes.items()
             if many.shapes.get(value) != shape
         }
-        scaled = {value for value, found in dims.items() if (0, 1) not in found}
+        # Pairs of samples belong to no sample, though their first dimension is the samples, too.
+        scaled = {value for value, found in dims.items() if found != ((0, 1),)}
         if number:
             # Operations have other numbers in another run.
             shapes = recorder.shapes

@@ -242,11 +242,16 @@ def _is_part(
     size = part.stop - part.start
     if tensor.dim() != whole.dim() or tensor.dtype != whole.dtype:
         return False
-    for dim, (count, of_whole) in enumerate(zip(tensor.shape, whole.shape, strict=True)):
-        if count != of_whole:
-            if of_whole % samples or count * samples != of_whole * size:
-                return False
-            whole = _narrowed(whole, dim, of_whole // samples, part, by_view=by_view)
+    pairs = enumerate(zip(tensor.shape, whole.shape, strict=True))
+    cut_dims = [dim for dim, (count, of_whole) in pairs if count != of_whole]
+    if len(cut_dims) > 1:
+        # Pairs of samples of the part are not all pairs with its samples.
+        return False
+    for dim in cut_dims:
+        count, of_whole = tensor.shape[dim], whole.shape[dim]
+        if of_whole % samples or count * samples != of_whole * size:
+            return False
+        whole = _narrowed(whole, dim, of_whole // samples, part, by_view=by_view)
     if not whole.is_floating_point():
         return torch.equal(tensor, whole)
     scale = float(whole.detach().abs().max()) if whole.numel() else 0.0
