@@ -25,6 +25,7 @@ from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES
 from lightning_dlres.pipeline.stage.stage import Layer
 from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
+from lightning_dlres.strategies.hetero_pipe.checks.shared_inputs import SharedInputs
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import LayerTensorGuard
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
@@ -183,9 +184,16 @@ class _LocalLayers:
             first_sample_output = layer(map_tensors(lambda t: _repeat_first(t, samples), inputs))
         rewind_random_state()
         attributes = [(name, m, _comparable_attributes(m)) for name, m in module.named_modules()]
+        # A layer may change its input in place, which autograd forbids for a leaf.
+        shared = SharedInputs(inputs)
         with _copied_tensors(module, self._context.device) as changed:
-            # A layer may change its input in place, which autograd forbids for a leaf.
-            output = layer(map_tensors(Tensor.clone, inputs))
+            output = layer(shared.copies)
+        if self._context.pipelined.captured is None and shared.are_changed():
+            self._inspection.refusal = (
+                f"{type(module).__name__} must not change one of its inputs in place while "
+                "another one shares memory with it, because they may come from another stage, each "
+                "by itself. Return a clone() from the layer before, or change a copy."
+            )
         reasons = [f"changes its {name}" for name in changed]
         parameters = (t for t in changed.values() if type(t) is nn.Parameter)
         self._inspection.written_parameters.update(parameters)
