@@ -60,6 +60,8 @@ from lightning_dlres.strategies.parameter_server.trainer_checks import (
 CHECKPOINT_KEY = "dlres_parameter_server_pushes"
 # Longest wait for the servers' answers to the farewell of a rank that has failed, in seconds.
 _LEAVE_SECONDS_AFTER_FAILURE = 1.0
+# Most waits of rank 0 for the servers while the other ranks wait for it.
+_WAITS_OF_RANK_0 = 3
 
 
 class ParameterServerStrategy(ConnectedDDPStrategy):
@@ -253,8 +255,9 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             self._session = WorkerSession(job, parameters, connection.check)
             self._session.start(states_by_key(self._keys, optimizers))
         # The other ranks connect later. If a server cannot hold so many connections, it may close
-        # that of rank 0, which could then not learn that the server refuses the job.
-        gather_bytes(b"", self._wait_seconds, connection.check)
+        # that of rank 0, which could then not learn that the server refuses the job. They wait for
+        # longer than rank 0, whose error names the server.
+        gather_bytes(b"", _WAITS_OF_RANK_0 * self._wait_seconds, connection.check)
         self._session = self._session or WorkerSession(job, parameters, connection.check)
         loaded, self._loaded_pushes = self._loaded_pushes, None
         if loaded is not None:

@@ -3,6 +3,7 @@ and can still save a checkpoint."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,20 @@ def fit_and_fail(context: RankContext, directory: str) -> None:
         enable_checkpointing=True,
         default_root_dir=directory,
     )
+
+
+def fit_without_a_server(context: RankContext, address: str) -> None:
+    options = {"servers": [address], "timeout": 3.0}
+    fit(context, options, model={"optimizer": "sgd"}, ranks=2)
+
+
+def test_all_ranks_name_a_server_that_does_not_answer(pool: RankPool) -> None:
+    with socket.socket() as bound:
+        # No other process gets its port, and nothing answers there.
+        bound.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{bound.getsockname()[1]}"
+        for outcome in pool.run_expecting_errors(fit_without_a_server, 2, address):
+            assert f"server 0 ({address})" in outcome.error_message
 
 
 def test_the_other_rank_gets_an_exception_and_saves_a_checkpoint(
