@@ -335,3 +335,8 @@ def is_fake(value: Any) -> bool:
     torch documents FakeTensor, but has no public name for it.
     """
     return isinstance(value, FakeTensor)
+
+
+# Attributes in which recurrent layers of torch hold their weights once more. They change when the
+# weights are replaced, and there is no public list of them.
+RECURRENT_CACHES = frozenset({"_flat_weights", "_flat_weight_refs"})

@@ -94,6 +94,10 @@ class PipeOptions:
             instance("plan", self.plan, kinds, rule, "plan='plan.json'")
         loads = isinstance(self.plan, (str, Path))
         object.__setattr__(self, "given_plan", PipelinePlan.load(self.plan) if loads else self.plan)  # type: ignore[arg-type]
+        replicas, stages = self._device_map, self.fixed_stages
+        if replicas is not None and stages not in (None, len(replicas[0])):
+            rule = f"{len(replicas[0])}, the number of stages of device_map"
+            raise ConfigError(got_expected("stages", stages, rule, "stages='auto'"))
         function("split_batch", self.split_batch)
         object.__setattr__(self, "emulate_speed", _speeds(self.emulate_speed))
         object.__setattr__(self, "memory_limit", _limits(self.memory_limit))

@@ -233,7 +233,8 @@ class RemoteUpdates:
             raise UnsupportedStepError(
                 f"parameter {names[0]}{more} changed between two steps, but servers hold the "
                 "parameters, and the change would be lost. Change parameters only through the "
-                "optimizer, or use another strategy."
+                "optimizer, whose step must leave those without a gradient as they are, or use "
+                "another strategy."
             )
 
     def _require_unchanged(self) -> None:

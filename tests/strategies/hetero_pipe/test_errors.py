@@ -379,6 +379,10 @@ def test_setup_errors_name_the_fault(pool: RankPool) -> None:
     [
         ({"schedule": "zigzag"}, ", got 'zigzag'"),
         ({"stages": 0}, ", got 0"),
+        (
+            {"stages": 2, "device_map": [[0, 1, 2, 3]]},
+            "stages must be 4, the number of stages of device_map, got 2",
+        ),
         ({"microbatches": "many"}, ", got 'many'"),
         ({"microbatches": True}, ", got True"),
         ({"emulate_speed": [1.0, 0.0]}, ", got [1.0, 0.0]"),

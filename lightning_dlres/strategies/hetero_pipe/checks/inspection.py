@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dlres._compat import RECURRENT_CACHES
 from lightning_dlres.core import rng
 from lightning_dlres.core._compat import CALL
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
@@ -320,7 +321,8 @@ def _comparable_attributes(module: nn.Module) -> dict[str, Any]:
     """
     attributes: dict[str, Any] = {}
     for name, value in vars(module).items():
-        if name in TORCH_ATTRIBUTES:
+        is_cache = name in RECURRENT_CACHES and isinstance(module, nn.RNNBase)
+        if name in TORCH_ATTRIBUTES or is_cache:
             continue
         if isinstance(value, Tensor):
             if value.grad_fn is None:

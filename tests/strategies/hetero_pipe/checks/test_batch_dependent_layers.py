@@ -84,7 +84,25 @@ KINDS: dict[str, tuple[Any, str]] = {
         "changes its buffer 'parametrizations.weight.0._u'",
     ),
 }
-HARMLESS = {"cached": Cached, "norm": lambda: nn.LayerNorm(12), "dropout": lambda: nn.Dropout(0.5)}
+
+
+class Recurrent(nn.Module):
+    """A layer with an LSTM, which holds its weights once more in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 12, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x.view(len(x), 3, 4))[0][:, -1]  # type: ignore[no-any-return]
+
+
+HARMLESS = {
+    "cached": Cached,
+    "norm": lambda: nn.LayerNorm(12),
+    "dropout": lambda: nn.Dropout(0.5),
+    "recurrent": Recurrent,
+}
 
 
 class WithLayers(Classifier):
