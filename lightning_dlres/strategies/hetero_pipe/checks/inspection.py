@@ -24,9 +24,9 @@ from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.deferred.values import is_deferred, stand_in_values
 from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES
+from lightning_dlres.pipeline.stage.shared_inputs import SharedInputs
 from lightning_dlres.pipeline.stage.stage import Layer
 from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
-from lightning_dlres.strategies.hetero_pipe.checks.shared_inputs import SharedInputs
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import LayerTensorGuard
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep

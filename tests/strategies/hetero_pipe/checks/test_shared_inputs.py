@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres import PipelinePlan, UnsupportedStepError
-from lightning_dlres.strategies.hetero_pipe.checks.shared_inputs import SharedInputs
+from lightning_dlres.pipeline.stage.shared_inputs import SharedInputs
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, differences_in, fit, no_differences_in
 
