@@ -53,6 +53,8 @@ _FORWARD_SEED_PART = 1
 # A false alarm is a check that finds the loss exact, after a doubt. After this number of false
 # alarms the run changes to a loss over the whole batch, which costs less than checking each batch.
 _MAX_FALSE_ALARMS = 3
+# Steps after which the loss is checked at the latest. A check runs the layers forward once more.
+_MOST_STEPS_BETWEEN_CHECKS = 100
 
 
 class StepRunner:
@@ -94,7 +96,7 @@ class StepRunner:
         self.schedule = initial_schedule(schedule).name
         # Indices of the runtime's buffers that the forward changed in the last check.
         self.changing_buffers: list[int] = []
-        self._num_steps = 0
+        self._num_steps, self._last_due_check = 0, 0
         # Attributes that cannot be sent to other ranks. A message for each is logged only once.
         self._reported_attributes: set[str] = set()
         self._false_alarms = 0
@@ -133,7 +135,8 @@ class StepRunner:
         per_microbatch = self.loss_per_microbatch and self.runtime.microbatches > 1
         checked = per_microbatch and self._check_is_due()
         if checked:
-            self._check(args, seed, fingerprint)
+            self._check(args, seed, fingerprint, unchecked=self._num_steps - self._last_due_check)
+            self._last_due_check = self._num_steps
         parameters = (*self.runtime.stage.parameters, *self.runtime.non_pipelined)
         self.context.gradients.begin_step(parameters)
         # The check may have changed the schedule.
@@ -287,11 +290,14 @@ class StepRunner:
                 self._fall_back(f"{doubt}, and this would need a check of every batch")
 
     def _check_is_due(self) -> bool:
-        # Due before steps 0, 1, 2, 4, 8, ... One check is not enough: a first batch without padding
-        # may hide a difference that a later batch shows.
-        return self._num_steps & (self._num_steps - 1) == 0
+        # Due before steps 0, 1, 2, 4, 8, ..., 64, 100, 128, 200. One check is not enough: a first
+        # batch without padding may hide a difference that a later batch shows.
+        steps = self._num_steps
+        return steps & (steps - 1) == 0 or steps % _MOST_STEPS_BETWEEN_CHECKS == 0
 
-    def _check(self, args: tuple[Any, ...], seed: int, fingerprint: int) -> None:
+    def _check(
+        self, args: tuple[Any, ...], seed: int, fingerprint: int, unchecked: int = 0
+    ) -> None:
         """Compute the loss of the batch both whole and per micro-batch; fall back if they differ.
 
         Buffers and the random state are restored. The first replica's last stage compares, and
@@ -343,7 +349,8 @@ class StepRunner:
         runtime.share_record(reason, [source])
         (reason,) = runtime.gather_records(reason, [source])
         if reason is not None:
-            self._fall_back(reason)
+            since = f"; so it may have been since the last check, {unchecked} steps ago"
+            self._fall_back(reason + since * (unchecked > 1))
         elif self._num_steps == 0 and self.may_change_schedule:
             self._log_rank_zero(
                 f"dlres: schedule {self.schedule}: the loss is a mean over samples, so it is "

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlres import PipelinePlan, UnsupportedStepError
+from lightning_dlres.strategies.hetero_pipe import step_runner
 from lightning_dlres.strategies.hetero_pipe.step.normalisers import (
     NormaliserRecorder,
     doubt_about_batch,
@@ -177,6 +178,36 @@ def compare_with_plain_training(context: RankContext) -> dict[str, list[str]]:
 @pytest.mark.parametrize("ranks", sorted(BY_RANKS))
 def test_suspicious_batch_is_trained_as_on_a_single_device(pool: RankPool, ranks: int) -> None:
     assert pool.run(compare_with_plain_training, ranks) == no_differences_in(BY_RANKS[ranks], ranks)
+
+
+class LateWeights(LossByKind):
+    """A model whose weights of samples differ from step 5 on, which no sign shows."""
+
+    def _loss(self, out: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        tokens = F.cross_entropy(out, labels.clamp(min=0), reduction="none")
+        return (tokens * (float(self.global_step >= 5) * out.detach()[:, 0]).softmax(0)).sum()
+
+
+def fit_late_weights(context: RankContext, schedule: str) -> tuple[str, str]:
+    """Return the last schedule, and the error if there is one."""
+    # Checks of steps 0, 1, 2, 4 and 6.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_runner, "_MOST_STEPS_BETWEEN_CHECKS", 3)
+        model = LateWeights("weights")
+        error = ""
+        try:
+            fit(context, Case(lambda: model, schedule, "gpipe", lambda: data("mean")))
+        except UnsupportedStepError as caught:
+            error = str(caught)
+        return model.trainer.strategy.schedule, error  # type: ignore[attr-defined]
+
+
+def test_the_distance_between_checks_is_bounded(pool: RankPool) -> None:
+    outcomes = pool.run_expecting_errors(fit_late_weights, 2, "auto")
+    assert [outcome.value for outcome in outcomes] == [("gpipe", "")] * 2
+    assert "since the last check, 2 steps ago" in outcomes[0].output
+    for _, error in pool.run(fit_late_weights, 2, "1f1b"):
+        assert "since the last check, 2 steps ago" in error
 
 
 def fit_1f1b(context: RankContext) -> dict[str, str]:
