@@ -122,11 +122,13 @@ def require_layers(
                 f"into {stages} stages, got one that cannot be cut: {uncut_reason} Or train it "
                 "whole on each device, with HeteroPipeStrategy(stages=1)."
             )
+        # Stages must divide the number of devices, of which `stages` is a divisor.
+        fitting = max(n for n in range(1, stages) if stages % n == 0 and n <= max(count, 1))
         raise ConfigError(
             f"The pipelined module {pipelined.path!r} ({kind}) must have at least one layer for "
             f"each of the {stages} stages, got {count} layer{'s' if count != 1 else ''}. "
-            f"Use devices={count}, HeteroPipeStrategy(stages={count}), or put more layers into one "
-            "nn.Sequential. Or cut the step, which may call several modules: "
+            f"Use devices={count}, HeteroPipeStrategy(stages={fitting}), or put more layers into "
+            "one nn.Sequential. Or cut the step, which may call several modules: "
             f"HeteroPipeStrategy(module={TRAINING_STEP!r})."
         )
 

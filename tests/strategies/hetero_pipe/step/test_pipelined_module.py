@@ -17,7 +17,10 @@ from lightning_dlres import HeteroPipeStrategy
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.stage.microbatch import cut
-from lightning_dlres.strategies.hetero_pipe.step.module_search import find_pipelined_module
+from lightning_dlres.strategies.hetero_pipe.step.module_search import (
+    find_pipelined_module,
+    require_layers,
+)
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import PipelinedModule
 from tests.support.models import QUIET
 from tests.support.rank_pool import RankContext, RankPool
@@ -434,3 +437,15 @@ def test_use_of_another_stages_weight_is_exact_or_refused(
         for outcome in outcomes:
             assert outcome.error_type is None, outcome.traceback
             assert outcome.value == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "fitting"), [(3, 4, 2), (2, 4, 2), (5, 8, 4), (2, 3, 1), (4, 6, 3)]
+)
+def test_too_few_layers_name_stages_that_divide_the_devices(
+    layers: int, stages: int, fitting: int
+) -> None:
+    pipelined = find_pipelined_module(Root(net=sequential(layers)), "net")
+    require_layers(pipelined, layers)
+    with pytest.raises(ConfigError, match=rf"devices={layers}, .*\(stages={fitting}\)"):
+        require_layers(pipelined, stages)
