@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-import lightning_dlres.datamodules  # noqa: F401 (registers the strategies, and its short name)
+import lightning_dlres.datamodules  # noqa: F401 (registers strategies and short names)
 from lightning_dlres.core.errors import ConfigError
 
 # Arguments of the data module that may hold secrets, up to the end of the line in an error.

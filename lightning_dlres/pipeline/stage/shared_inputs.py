@@ -1,6 +1,7 @@
 """Inputs of a layer that share memory, which a change in place of one shows in the others.
 
-Between two stages each tensor travels by itself, so that a change of one would not show.
+Between two stages each tensor travels by itself, so that a change of one would not show. The copies
+of `shared_memory` would not do here: they are for attributes, without gradients and on the CPU.
 """
 
 from __future__ import annotations
