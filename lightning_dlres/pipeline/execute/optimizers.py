@@ -31,10 +31,15 @@ from lightning_dlres.pipeline.profile.optimizer_trials import (
 )
 
 
-def require_separable(optimizer: Optimizer) -> None:
+def require_separable(optimizer: Optimizer, num_stages: int) -> None:
     """Check that the optimizer updates each parameter independently.
 
-    A trial may also fail for a reason of its own. The optimizer is then accepted with a warning.
+    With one stage each rank has all parameters, so an update may depend on several of them. A trial
+    may also fail for a reason of its own. The optimizer is then accepted with a warning.
+
+    Args:
+        optimizer: Optimizer to check.
+        num_stages: Number of stages of the plan.
 
     Raises:
         ConfigError: If an update of one parameter depends on another, if the optimizer needs a
@@ -54,11 +59,13 @@ def require_separable(optimizer: Optimizer) -> None:
         separable = _are_separable(optimizer, rewind)
     except NeedsClosure:
         raise ConfigError(
-            f"{name} needs a closure in every step, because it evaluates the loss over "
-            "all parameters at once. A stage has only its own parameters. Use an optimizer that "
-            "updates each parameter independently, such as AdamW or SGD."
+            f"{name} needs a closure in every step, because it evaluates the loss several times. "
+            "A step of the pipeline evaluates it once. Use an optimizer that needs no closure, "
+            "such as AdamW or SGD."
         ) from None
     except Exception as error:
+        if num_stages == 1:
+            return
         warnings.warn(
             f"A trial of {name} failed ({type(error).__name__}: {error}), so it is not "
             "known if it updates each parameter independently. If it computes anything over all "
@@ -68,7 +75,7 @@ def require_separable(optimizer: Optimizer) -> None:
         return
     finally:
         rewind()
-    if not separable:
+    if not separable and num_stages > 1:
         raise ConfigError(
             f"{name} computes something over all parameters at once. A stage has only its "
             "own parameters, so the stages would disagree. Use an optimizer that updates each "

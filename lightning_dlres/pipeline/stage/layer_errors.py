@@ -12,6 +12,8 @@ from lightning_dlres.core.errors import UnsupportedStepError, add_note
 # Part of the message of the RuntimeError that torch raises when the CPU has no memory left; torch
 # has no exception class for it.
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
+# Part of the message of the ValueError that BatchNorm raises in training mode.
+_TOO_FEW_VALUES = "more than 1 value per channel"
 
 
 def is_lack_of_memory(error: Exception) -> bool:
@@ -40,10 +42,25 @@ def explaining_single_samples(is_single: bool, cut: str = "") -> Iterator[None]:
             raise
         raise UnsupportedStepError(
             f"A layer fails on a micro-batch of one sample ({type(error).__name__}: {error}). "
-            f"{cut}If the layer needs more samples, as BatchNorm does, use larger batches "
-            "(drop_last=True in the DataLoader for a small last batch), or "
-            "HeteroPipeStrategy(microbatches=...) with fewer micro-batches."
+            f"{cut}{_advice(error)}"
         ) from error
+
+
+def _advice(error: Exception) -> str:
+    """Return the ways out of a layer's error on a micro-batch of one sample."""
+    if isinstance(error, ValueError) and _TOO_FEW_VALUES in str(error):
+        return (
+            "If the layer is to train, use larger batches (drop_last=True in the DataLoader for a "
+            "small last batch), or HeteroPipeStrategy(microbatches=...) with fewer micro-batches. "
+            "If it is not, as in a frozen teacher, put it into eval mode in the constructor of the "
+            "LightningModule: layers are measured before hooks such as on_fit_start run."
+        )
+    return (
+        "If the layer needs more samples, use larger batches (drop_last=True in the DataLoader for "
+        "a small last batch), or HeteroPipeStrategy(microbatches=...) with fewer micro-batches. If "
+        "it keeps something of a whole batch, such as the hidden state of the last one, use "
+        "microbatches=1."
+    )
 
 
 @contextmanager

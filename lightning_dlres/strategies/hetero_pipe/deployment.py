@@ -178,7 +178,7 @@ class Deployment:
         for optimizer in optimizers:
             require_owned(optimizer, self.owners, type(self.module).__name__)
             require_dense(optimizer, summed)
-            require_separable(optimizer)
+            require_separable(optimizer, len(self.plan.split))
             # Adagrad creates state for all parameters when it is made. Remote parameters must have
             # none on this rank.
             for parameter in [p for p in optimizer.state if p.is_meta]:

@@ -190,7 +190,7 @@ class HeteroPipeStrategy(PartitionedStrategy):
 
     @property
     def schedule(self) -> str:
-        """Schedule of the current or last run; before the first, the option `schedule`."""
+        """Schedule of the current run or the last `fit`; before both, the option `schedule`."""
         return self._runner.schedule if self._runner is not None else self._used_schedule
 
     def report_sections(self, run: MeasuredRun) -> ReportSections | None:
@@ -431,14 +431,14 @@ class HeteroPipeStrategy(PartitionedStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         with ExitStack() as closing:
-            # The stack closes in reverse order: first the changes of the run are undone, then the
-            # connection closes. Both happen even if `setup`, the run or `end` below has failed.
+            # In this order: `end`, undo the run's changes, close; the latter two also after errors.
             if self._connection is not None:
                 closing.callback(self._connection.close)
             closing.push(self._until_teardown.pop_all())
             if None not in (self._connection, self._deployment, self._runner):
                 self._deployment.end(orderly=not self._connection.failed)  # type: ignore[union-attr]
-        self._used_schedule = self.schedule
+        if self._deployment is not None and self._deployment.optimizers:
+            self._used_schedule = self.schedule
         self._connection, self._runner, self._saved_residuals = None, None, None
         for optimizer in self.optimizers:
             set_state_device(optimizer, torch.device("cpu"))

@@ -34,7 +34,7 @@ def parameters() -> list[nn.Parameter]:
 def assert_accepted(optimizer: Optimizer) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        require_separable(optimizer)
+        require_separable(optimizer, 2)
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name not in REFUSED])
@@ -44,7 +44,7 @@ def test_optimizers_of_torch_are_accepted(name: str) -> None:
 
 def test_lbfgs_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"LBFGS needs a closure.*AdamW"):
-        require_separable(torch.optim.LBFGS(parameters()))
+        require_separable(torch.optim.LBFGS(parameters()), 2)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_copy_of_an_optimizer_is_tried_if_its_class_cannot_be() -> None:
     assert not optimizer.base.state
     assert scheduler.get_last_lr() == [0.0, 0.2]
     with pytest.raises(ConfigError, match="WithBase computes something over all"):
-        require_separable(WithBase(groups, torch.optim.SGD, True, lr=0.1))
+        require_separable(WithBase(groups, torch.optim.SGD, True, lr=0.1), 2)
 
 
 def test_an_optimizer_that_calls_a_closure_is_tried_with_one() -> None:
@@ -182,13 +182,13 @@ class Lookahead(Optimizer):
 
 def test_a_wrapper_that_takes_no_hooks_is_refused() -> None:
     with pytest.raises(ConfigError, match="Lookahead must be an optimizer whose constructor"):
-        require_separable(Lookahead(torch.optim.SGD(parameters(), lr=0.1)))
+        require_separable(Lookahead(torch.optim.SGD(parameters(), lr=0.1)), 2)
 
 
 @pytest.mark.parametrize("kind", [NormalizedSGD, GlobalClip, SharpnessAware])
 def test_optimizers_that_compute_over_all_parameters_are_refused(kind: type[Optimizer]) -> None:
     with pytest.raises(ConfigError, match=rf"{kind.__name__} computes something over all"):
-        require_separable(kind(parameters()))  # type: ignore[call-arg]
+        require_separable(kind(parameters()), 2)  # type: ignore[call-arg]
 
 
 def test_an_option_can_make_an_optimizer_separable() -> None:
@@ -204,7 +204,7 @@ class NeedsModel(Optimizer):
 
 def test_an_optimizer_that_cannot_be_made_is_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"A trial of NeedsModel failed.*TypeError"):
-        require_separable(NeedsModel(parameters(), nn.Linear(1, 1)))
+        require_separable(NeedsModel(parameters(), nn.Linear(1, 1)), 2)
 
 
 class Failing(Optimizer):
@@ -219,7 +219,7 @@ class Failing(Optimizer):
 
 def test_an_optimizer_that_fails_in_the_trial_is_a_warning() -> None:
     with pytest.warns(UserWarning, match="ValueError: not today"):
-        require_separable(Failing(parameters()))
+        require_separable(Failing(parameters()), 2)
 
 
 def test_state_is_moved_and_step_counts_are_not() -> None:
@@ -296,14 +296,22 @@ def test_a_learning_rate_of_almost_zero_does_not_hide_the_fault(lr: float) -> No
     optimizer = NormalizedSGD(parameters())
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10) + lr)
     with pytest.raises(ConfigError):
-        require_separable(optimizer)
+        require_separable(optimizer, 2)
+
+
+def test_one_stage_may_have_an_optimizer_over_all_parameters() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_separable(NormalizedSGD(parameters()), 1)
+    with pytest.raises(ConfigError, match="needs a closure"):
+        require_separable(torch.optim.LBFGS(parameters()), 1)
 
 
 def test_every_group_is_tried() -> None:
     one, two = parameters()
     groups = [{"params": [one], "enabled": False}, {"params": [two], "enabled": True}]
     with pytest.raises(ConfigError):
-        require_separable(NormalizedSGD(groups))
+        require_separable(NormalizedSGD(groups), 2)
 
 
 class Noisy(NormalizedSGD):
@@ -342,7 +350,7 @@ def test_an_optimizer_may_draw_random_numbers(kind: type[Noisy]) -> None:
 @pytest.mark.parametrize("kind", NOISY)
 def test_random_numbers_do_not_hide_the_fault(kind: type[Noisy]) -> None:
     with pytest.raises(ConfigError, match="computes something over all parameters"):
-        require_separable(kind(parameters()))
+        require_separable(kind(parameters()), 2)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +367,7 @@ def test_the_trial_does_not_change_the_global_random_state(
 ) -> None:
     optimizer, before = kind(parameters(), enabled=enabled), rng.snapshot()
     with contextlib.suppress(ConfigError):
-        require_separable(optimizer)
+        require_separable(optimizer, 2)
     after = rng.snapshot()
     assert torch.equal(after["torch"], before["torch"])
     assert torch.equal(after["python"][1], before["python"][1])

@@ -326,3 +326,28 @@ def train_in_full_precision(context: RankContext) -> str:
 def test_a_call_in_another_precision_is_refused_in_training(pool: RankPool) -> None:
     for error in pool.run(train_in_full_precision, 2):
         assert "must call 'net' in the precision of the Trainer" in error
+
+
+class LogsNumbers(Classifier):
+    """A model that logs a Python number, and reads nothing back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("rate", 0.1)
+        loss: Tensor = super().training_step([batch[0].double(), batch[1]], batch_idx)
+        return loss
+
+
+def logged_number(context: RankContext, schedule: str) -> tuple[float, torch.dtype]:
+    trainer = trainer_for(context, schedule=schedule, precision="64-true", max_steps=1)
+    trainer.fit(LogsNumbers(), batches())
+    logged = trainer.callback_metrics["rate"]
+    return logged.item(), logged.dtype
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_numbers_are_logged_in_double_precision(pool: RankPool, schedule: str) -> None:
+    assert pool.run(logged_number, 2, schedule) == [(0.1, torch.float64)] * 2

@@ -18,7 +18,13 @@ from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig
 from tests.support.models import QUIET, Samples, Task, loaders
 from tests.support.parity import relative
 from tests.support.rank_pool import RankContext, RankPool
-from tests.support.training_cases import QUICK
+from tests.support.training_cases import (
+    QUICK,
+    Case,
+    Classifier,
+    differences_in,
+    no_differences_in,
+)
 
 
 def strategy_for(context: RankContext, **options: Any) -> dict[str, Any]:
@@ -63,6 +69,57 @@ def test_callbacks_act_alike_on_all_ranks(pool: RankPool, tmp_path: Path) -> Non
     assert revalidated["val_loss"] == pytest.approx(score, rel=1e-5)
     (log,) = tmp_path.rglob("metrics.csv")
     assert "lr-SGD" in log.read_text()
+
+
+class Contrastive(Task):
+    """A task whose loss compares samples, which needs the whole batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        return (out @ out.T).square().mean()
+
+
+def fit_and_validate(context: RankContext) -> list[str]:
+    """Return the schedule after `fit`, and after a validation that follows."""
+    task = Contrastive("mlp")
+    train, validation = loaders(task, 16, 8, False, 0, torch.float32)
+    trainer, schedules = Trainer(**strategy_for(context), max_epochs=1, **QUIET), []
+    for run in (lambda: trainer.fit(task, train), lambda: trainer.validate(task, validation)):
+        run()
+        schedules.append(trainer.strategy.schedule)  # type: ignore[attr-defined]
+    return schedules
+
+
+def test_a_validation_leaves_the_schedule_of_the_last_fit(pool: RankPool) -> None:
+    assert pool.run(fit_and_validate, 2) == [["gpipe", "gpipe"]] * 2
+
+
+class NormalizedSGD(torch.optim.SGD):
+    """SGD by the gradients divided by their norm over all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        super().step()
+        return loss
+
+
+class OneStage(Classifier):
+    def configure_optimizers(self) -> Any:
+        return NormalizedSGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+REPLICAS = {
+    "one stage": Case(
+        OneStage, options={"stages": 1, "plan": PipelinePlan(replicas=((0,), (1,)), split=(5,))}
+    )
+}
+
+
+def test_replicas_of_one_stage_take_an_optimizer_over_all_parameters(pool: RankPool) -> None:
+    assert pool.run(differences_in, 2, REPLICAS) == no_differences_in(REPLICAS)
 
 
 def evaluate_and_predict(context: RankContext | None) -> Any:

@@ -203,7 +203,9 @@ class LightningStep:
             part_sizes: Samples of every micro-batch, if the step ran per micro-batch; None after a
                 run on the whole batch.
         """
-        self.effects.apply(records, part_sizes)
+        # `self.log` makes tensors of numbers, in the precision plugin's default dtype.
+        with self.context.precision():
+            self.effects.apply(records, part_sizes)
         if any(flag for record in records for flag in record["skipped"]):
             return None
         losses = torch.cat([record["losses"].to(self.context.device) for record in records])
