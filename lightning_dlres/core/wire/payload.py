@@ -200,12 +200,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     Raises:
         ConfigError: If the tensor is sparse, nested or quantized, or on the meta device.
     """
-    if tensor.is_quantized:
-        raise _without_bytes("A quantized tensor", "Call .dequantize() on it")
-    if tensor.is_nested:
-        raise _without_bytes("A nested tensor", "Pad it with torch.nested.to_padded_tensor")
-    if tensor.layout is not torch.strided:
-        raise _without_bytes(f"A tensor of layout {tensor.layout}", "Call .to_dense() on it")
+    require_dense(tensor)
     if tensor.device.type == "meta":
         raise _without_bytes("A tensor on the meta device", "Make it on a device with memory")
     if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
@@ -216,6 +211,20 @@ def as_bytes(tensor: Tensor) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     # A tensor of one element is contiguous with any stride, but a view as bytes needs stride 1.
     return data.as_strided((data.numel(),), (1,)).view(torch.uint8)
+
+
+def require_dense(tensor: Tensor) -> None:
+    """Check that a tensor's values can be sent, and cut by samples.
+
+    Raises:
+        ConfigError: If the tensor is sparse, nested or quantized.
+    """
+    if tensor.is_quantized:
+        raise _without_bytes("A quantized tensor", "Call .dequantize() on it")
+    if tensor.is_nested:
+        raise _without_bytes("A nested tensor", "Pad it with torch.nested.to_padded_tensor")
+    if tensor.layout is not torch.strided:
+        raise _without_bytes(f"A tensor of layout {tensor.layout}", "Call .to_dense() on it")
 
 
 def _without_bytes(kind: str, fix: str) -> ConfigError:

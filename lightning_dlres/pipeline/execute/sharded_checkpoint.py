@@ -210,7 +210,7 @@ class ShardedCheckpoint:
         """Return the whole checkpoint as that of a single device."""
         whole: dict[str, Any] = torch.load(self.path / REST, map_location="cpu", weights_only=False)
         shapes = self.shapes("state_dict")
-        whole["state_dict"] = self.read("state_dict", shapes)
+        whole["state_dict"].update(self.read("state_dict", shapes))
         for number, state in enumerate(whole.get("optimizer_states", [])):
             section = optimizer_section(number)
             state["state"] = by_index(self.read(section, self.shapes(section)))

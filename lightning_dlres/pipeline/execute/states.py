@@ -6,8 +6,9 @@ tensors. So a checkpoint does not depend on the number of stages that wrote it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,26 @@ def gather_model_state(
     parts = _to_rank_zero(own_entries, sorted(sources), mailbox, "its weights")
     if mailbox.rank != 0:
         return state
-    merged = {key: value for part in parts for key, value in part.items()}
-    return {key: merged[key] for key in state}
+    return with_entries(state, {key: value for part in parts for key, value in part.items()})
+
+
+def with_entries(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state dict that has these entries only, in its own order.
+
+    It keeps what a state dict of torch has beside its entries: the versions of the modules, from
+    which a module tells whether it must convert old values.
+
+    Args:
+        state: State dict of a model.
+        entries: New values of some of its keys.
+    """
+    result = copy.copy(cast("dict[str, Any]", state))
+    for key in state:
+        if key in entries:
+            result[key] = entries[key]
+        else:
+            del result[key]
+    return result
 
 
 def gather_optimizer_state(

@@ -12,12 +12,11 @@ import msgspec
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
-from lightning_dlres.pipeline.plan.cost_model.extra_in_flight import with_extra_in_flight
 from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
 from lightning_dlres.pipeline.plan.host_limits import plan_within_hosts
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, consecutive_replicas, even_split
 from lightning_dlres.pipeline.plan.schedules.base import Schedule
-from lightning_dlres.pipeline.plan.search.device_orders import search_plan
+from lightning_dlres.pipeline.plan.search.device_orders import search_extra_in_flight, search_plan
 from lightning_dlres.pipeline.plan.search.proportional import proportional_split
 from lightning_dlres.pipeline.profile.cluster import Cluster
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, RunProfile
@@ -176,15 +175,15 @@ def _fastest_plan(
     result = search_plan(
         workload, constraints.stages, keep_order=constraints.replicas is not None, log=log
     )
-    chosen = with_extra_in_flight(result.workload, result.split, result.recompute)
+    result = search_extra_in_flight(result)
     return with_prediction(
         PipelinePlan(
-            replicas=chosen.replicas,
+            replicas=result.workload.replicas,
             split=result.split,
             recompute=result.recompute,
             schedule=constraints.schedule.name,
             microbatches=profile.microbatches,
-            extra_in_flight=chosen.extra_in_flight,
+            extra_in_flight=result.workload.extra_in_flight,
             layers=profile.layers,
             step=profile.step,
             cluster=cluster,

@@ -6,7 +6,6 @@ shapes and dtypes through every operation, and allocates no storage.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from lightning_dlres.core._compat import fake_tensor_mode, storage_key
 from lightning_dlres.core.device.live_bytes import LiveBytes
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of, unflatten
-from lightning_dlres.pipeline.stage.module_attributes import copies_of_results
+from lightning_dlres.pipeline.stage.module_attributes import copies_of_results, copy_of_module
 from lightning_dlres.pipeline.stage.stage import inplace_safe_aliases
 
 # Takes a layer's index and its module or a copy of it; returns the layer. Layers of equal modules
@@ -116,7 +115,7 @@ def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, i
         for tensor in (*call.module.parameters(), *call.module.buffers()):
             fakes[id(tensor)] = _as_parameter_like(tensor, _empty_like(tensor, device))
     # Outside of the mode: tensors in plain attributes of a layer are copied with their values.
-    module_copy = copy.deepcopy(call.module, fakes)
+    module_copy = copy_of_module(call.module, fakes)
     weights = [*module_copy.parameters(), *module_copy.buffers()]
     with mode:
         trained = [p for p in module_copy.parameters() if p.requires_grad]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,7 +17,7 @@ from lightning_dlres.pipeline.deferred.values import (
     share_deferred,
     stand_in_values,
 )
-from lightning_dlres.pipeline.stage.module_attributes import copies_of_results
+from lightning_dlres.pipeline.stage.module_attributes import copies_of_results, copy_of_module
 from lightning_dlres.pipeline.stage.remote_parameters import class_on_holder
 
 
@@ -100,7 +99,7 @@ def initialised_copy(module: nn.Module, device: torch.device) -> nn.Module:
         ConfigError: If a module in it has meta tensors that are not deferred, but no
             `reset_parameters`.
     """
-    module_copy = copy.deepcopy(module, copies_of_results(module))
+    module_copy = copy_of_module(module, copies_of_results(module))
     share_deferred(module, module_copy)
     with forked(device):
         for name, child in module_copy.named_modules():

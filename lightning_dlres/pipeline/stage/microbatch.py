@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.core.wire.payload import require_dense
 from lightning_dlres.core.wire.tree import Tree, flatten, tensors_of, unflatten
 
 
@@ -108,11 +109,16 @@ def _cut(
 ) -> list[Tree]:
     samples, starts = sum(sizes), [sum(sizes[:m]) for m in range(len(sizes))]
     structure, tensors = flatten(tree)
+    is_cut = [
+        bool(t.dim()) and t.shape[0] == samples and i not in whole for i, t in enumerate(tensors)
+    ]
+    for tensor, cuts in zip(tensors, is_cut, strict=True):
+        if cuts:
+            require_dense(tensor)
     parts = []
     for start, size in zip(starts, sizes, strict=True):
         pieces = [
-            t.narrow(0, start, size) if t.dim() and t.shape[0] == samples and i not in whole else t
-            for i, t in enumerate(tensors)
+            t.narrow(0, start, size) if cuts else t for t, cuts in zip(tensors, is_cut, strict=True)
         ]
         part_structure = structure
         if with_lists:

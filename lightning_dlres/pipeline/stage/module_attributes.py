@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,42 @@ TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 def are_identical(a: Collection[Any], b: Collection[Any]) -> bool:
     """Return whether two collections hold the same objects in the same order."""
     return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def copy_of_module(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
+    """Return a deep copy of a module, with its hooks.
+
+    A hook may refer to objects that refuse to be copied, such as the records of torch's profiler.
+    The copy then has the hook itself.
+
+    Args:
+        module: The module.
+        memo: What stands in place of copies, by the id of the original.
+    """
+    try:
+        return copy.deepcopy(module, dict(memo))
+    except Exception:
+        hooks = [hook for inner in module.modules() for hook in _hooks_of(inner)]
+        # A hook that is a method of the module would copy the other hooks, too.
+        known = {**memo, **{id(inner): inner for inner in module.modules()}}
+        refusing = {id(hook): hook for hook in hooks if not _can_be_copied(hook, known)}
+        if not refusing:
+            raise
+    return copy.deepcopy(module, {**memo, **refusing})
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    for name, value in vars(module).items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            yield from value.values()
+
+
+def _can_be_copied(value: Any, memo: Mapping[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:
+        return False
+    return True
 
 
 def copies_of_results(module: nn.Module) -> dict[int, Tensor]:

@@ -20,6 +20,7 @@ from lightning_dlres.pipeline.execute.sharded_checkpoint import (
     is_sharded,
     save_sharded,
 )
+from lightning_dlres.pipeline.execute.states import with_entries
 from lightning_dlres.strategies.connected_strategy import ConnectedStrategy
 from lightning_dlres.strategies.hetero_pipe.deployment import Deployment, load_sharded_model
 
@@ -94,7 +95,7 @@ class PartitionedStrategy(ConnectedStrategy):
             {key: value for key, value in state.items() if key != "state"}
             for state in checkpoint.get("optimizer_states", [])
         ]
-        rest = {**checkpoint, "state_dict": {}}
+        rest = {**checkpoint, "state_dict": with_entries(checkpoint["state_dict"], {})}
         if "optimizer_states" in checkpoint:
             rest["optimizer_states"] = states
         with self._announcing_failures():
@@ -154,7 +155,8 @@ class PartitionedStrategy(ConnectedStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if _SHARDS in checkpoint:
-            load_sharded_model(self._module, _shards_of(checkpoint), strict)
+            shards = _shards_of(checkpoint)
+            load_sharded_model(self._module, checkpoint["state_dict"], shards, strict)
         elif self._deployment is None or not has_meta_tensors(self._module):
             super().load_model_state_dict(checkpoint, strict)
         else:

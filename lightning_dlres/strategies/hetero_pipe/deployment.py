@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -37,6 +38,7 @@ from lightning_dlres.pipeline.execute.states import (
     own_optimizer_entries,
     own_optimizer_state,
     restore_whole_model,
+    with_entries,
 )
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.plan.planner import with_schedule
@@ -269,7 +271,8 @@ class Deployment:
             shapes = {k: getattr(value, "shape", None) for k, value in state.items()}
             require_fitting(self.module, shapes)
         remote = {k for k, value in own.items() if isinstance(value, Tensor) and value.is_meta}
-        self.module.load_state_dict({k: state[k] for k in common - remote}, strict=False)
+        own_part = with_entries(state, {k: state[k] for k in common - remote})
+        self.module.load_state_dict(own_part, strict=False)
 
 
 def require_fitting(module: nn.Module, shapes: Mapping[str, Any]) -> None:
@@ -296,8 +299,16 @@ def require_fitting(module: nn.Module, shapes: Mapping[str, Any]) -> None:
         )
 
 
-def load_sharded_model(module: nn.Module, shards: ShardedCheckpoint, strict: bool) -> None:
+def load_sharded_model(
+    module: nn.Module, empty_state: Mapping[str, Any], shards: ShardedCheckpoint, strict: bool
+) -> None:
     """Load the part of a sharded checkpoint that a model holds on this rank.
+
+    Args:
+        module: The model.
+        empty_state: State dict of the checkpoint, without its entries.
+        shards: The entries.
+        strict: Whether keys and shapes must be the model's.
 
     Raises:
         ConfigError: If `strict` is set and keys or shapes are not the model's.
@@ -312,7 +323,9 @@ def load_sharded_model(module: nn.Module, shards: ShardedCheckpoint, strict: boo
     }
     tensors = {key: value for key, value in held.items() if isinstance(value, Tensor)}
     loaded = shards.read("state_dict", held, tensors)
-    module.load_state_dict({k: loaded[k] for k in held.keys() - tensors.keys()}, strict=False)
+    rest = copy.copy(cast("dict[str, Any]", empty_state))
+    rest.update({key: loaded[key] for key in held.keys() - tensors.keys()})
+    module.load_state_dict(rest, strict=False)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

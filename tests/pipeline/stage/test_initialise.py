@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.stage.initialise import initialise, replace_storage
+from lightning_dlres.pipeline.stage.initialise import (
+    initialise,
+    initialised_copy,
+    replace_storage,
+)
 
 CPU = torch.device("cpu")
 
@@ -96,3 +101,42 @@ def test_a_hook_can_still_be_removed() -> None:
     handle.remove()
     parameter.sum().backward()
     assert not calls
+
+
+class Refusing:
+    """A hook that cannot be copied, as one with records of torch's profiler."""
+
+    def __call__(self, *args: Any) -> None:
+        pass
+
+    def __deepcopy__(self, memo: Any) -> Refusing:
+        raise RuntimeError("Tried to deepcopy a record")
+
+
+class CountsCalls(nn.Linear):
+    calls = 0
+
+    def count(self, *args: Any) -> None:
+        self.calls += 1
+
+
+def test_a_copy_shares_only_hooks_that_cannot_be_copied() -> None:
+    layer, refusing = CountsCalls(2, 2), Refusing()
+    layer.register_forward_hook(refusing)
+    layer.register_forward_hook(layer.count)
+    copied = initialised_copy(layer, torch.device("cpu"))
+    copied(torch.ones(1, 2))
+    assert next(iter(copied._forward_hooks.values())) is refusing
+    assert (layer.calls, getattr(copied, "calls", 0)) == (0, 1)
+
+
+class RefusingLayer(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("Tried to deepcopy the layer")
+
+
+def test_a_layer_that_cannot_be_copied_is_an_error() -> None:
+    layer = RefusingLayer(2, 2)
+    layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="deepcopy the layer"):
+        initialised_copy(layer, torch.device("cpu"))

@@ -172,3 +172,8 @@ def test_a_table_that_once_was_no_samples_stays_whole() -> None:
     assert cut_rows(4, [2, 2], "other") == [2, 2]
     table = torch.arange(5.0)
     assert cut_rows(5, [3, 2]) == [3, 2]
+
+
+def test_sparse_samples_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sparse_coo cannot be sent .* \.to_dense\(\)"):
+        cut({"x": torch.eye(4).to_sparse()}, [2, 2])

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_dlres import HeteroPipeStrategy, consolidate_checkpoint
+from lightning_dlres import HeteroPipeStrategy, PipelinePlan, consolidate_checkpoint
 from tests.support.models import QUIET
 from tests.support.parity import relative
 from tests.support.rank_pool import RankContext, RankPool
@@ -34,6 +34,42 @@ class Counting(nn.Linear):
 
     def set_extra_state(self, state: Any) -> None:
         self.calls = state["calls"]
+
+
+class Scale(nn.Module):
+    """Layer that converts values of its first version, which were logarithms."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((16,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        if local_metadata.get("version") != 2:
+            state_dict[f"{prefix}scale"] = state_dict[f"{prefix}scale"].exp()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+class Versioned(Classifier):
+    """Classifier with a layer that converts old checkpoints on each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(16, 16), Scale(), nn.Tanh(), nn.Linear(16, 16), Scale(), nn.Linear(16, 5)
+        )
+
+    @property
+    def scales(self) -> list[float]:
+        """First element of each scale that this rank holds."""
+        layers = [layer for layer in self.net.modules() if isinstance(layer, Scale)]
+        return [x.scale[0].item() for x in layers if not x.scale.is_meta]
 
 
 class Adaptive(Classifier):
@@ -111,6 +147,45 @@ def test_a_plain_trainer_resumes_what_is_made_of_it(pool: RankPool, tmp_path: Pa
     (a,) = pool.run(train_plainly, 1, str(tmp_path / "a"), 4, str(tmp_path / "made.ckpt"))
     (b,) = pool.run(train_plainly, 1, str(tmp_path / "b"), 4, whole)
     assert a == pytest.approx(b, rel=1e-4)
+
+
+class ScalesAtStart(Callback):
+    scales: list[float]
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.scales = module.scales  # type: ignore[assignment]
+
+
+def save_and_resume(context: RankContext, path: str, is_sharded: bool) -> list[float]:
+    """Save a checkpoint amid training, and return this rank's scales after a resume from it."""
+    options: dict[str, Any] = {
+        "plan": PipelinePlan(replicas=((0, 1),), split=(3, 3)),
+        "save_distributed_checkpoint": is_sharded,
+    }
+    keep = ModelCheckpoint(path, "last", enable_version_counter=False)
+    trainer_for(context, **options, max_epochs=1, callbacks=[keep], enable_checkpointing=True).fit(
+        Versioned(), batches()
+    )
+    watch = ScalesAtStart()
+    trainer = trainer_for(context, **options, max_epochs=2, callbacks=[watch])
+    trainer.fit(Versioned(), batches(), ckpt_path=f"{path}/last.ckpt", weights_only=False)
+    return watch.scales
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_layers_know_the_version_that_wrote_it(
+    pool: RankPool, tmp_path: Path, is_sharded: bool
+) -> None:
+    for scales in pool.run(save_and_resume, 2, str(tmp_path), is_sharded):
+        assert scales == pytest.approx([2.0], abs=0.1)
+    path = tmp_path / "last.ckpt"
+    if is_sharded:
+        consolidate_checkpoint(path, tmp_path / "whole.ckpt")
+        path = tmp_path / "whole.ckpt"
+    state = torch.load(path, weights_only=True)["state_dict"]
+    model = Versioned()
+    model.load_state_dict(state)
+    assert model.scales == pytest.approx([2.0, 2.0], abs=0.1)
 
 
 def keep_best(context: RankContext, directory: str) -> tuple[list[str], float]:

@@ -26,8 +26,8 @@ def with_extra_in_flight(
     It is unchanged if the schedule ignores the extra micro-batch, if the micro-batch does not fit
     into memory, or if the simulated step becomes longer.
     """
-    extended = replace(workload, extra_in_flight=workload.extra_in_flight + 1)
-    if not any(extended.in_flight(s) > workload.in_flight(s) for s in range(workload.stages)):
+    extended = extended_workload(workload)
+    if extended is None:
         return workload
     for stage, layers in enumerate(layer_ranges(split)):
         limit = workload.memory_limit(stage)
@@ -36,3 +36,10 @@ def with_extra_in_flight(
     seconds = step_seconds(workload, split, recompute)
     is_slower = step_seconds(extended, split, recompute) > seconds * (1 + _ROUNDING)
     return workload if is_slower else extended
+
+
+def extended_workload(workload: Workload) -> Workload | None:
+    """Return the workload with one extra micro-batch in flight; None if the schedule ignores it."""
+    extended = replace(workload, extra_in_flight=workload.extra_in_flight + 1)
+    is_used = any(extended.in_flight(s) > workload.in_flight(s) for s in range(workload.stages))
+    return extended if is_used else None

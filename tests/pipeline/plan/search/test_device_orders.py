@@ -20,6 +20,7 @@ from lightning_dlres.pipeline.plan.plan import consecutive_replicas
 from lightning_dlres.pipeline.plan.schedules.base import Schedule
 from lightning_dlres.pipeline.plan.search import device_orders
 from lightning_dlres.pipeline.plan.search.device_orders import (
+    search_extra_in_flight,
     search_plan,
     start_order,
     start_split,
@@ -155,6 +156,45 @@ class TestAgainstEveryPlan:
         assert result.workload.replicas == workload.replicas
         optimum = min(step_seconds(workload, split) for split in splits(workload))
         assert result.seconds <= optimum * (1 + OPTIMALITY_GAP)
+
+
+class TestExtraInFlight:
+    """One more micro-batch in flight: another split may be the fastest with it."""
+
+    @settings(exhaustive, max_examples=examples(50))
+    @given(randoms, st.integers(2, 3))
+    def test_no_plan_in_this_order_is_faster(self, random: Random, stages: int) -> None:
+        workload = small_workload(random, stages=stages, layers=random.randint(stages, 6))
+        found = search_plan(workload, keep_order=True)
+        result = search_extra_in_flight(found)
+        check_sound(result)
+        assert result.seconds <= found.seconds * (1 + 1e-9)
+        either = [replace(workload, extra_in_flight=extra) for extra in (0, 1)]
+        optimum = min(step_seconds(one, split) for one in either for split in splits(workload))
+        assert result.seconds <= optimum * (1 + OPTIMALITY_GAP)
+
+    @settings(exhaustive, max_examples=examples(30))
+    @given(randoms)
+    def test_it_fits_into_scarce_memory(self, random: Random) -> None:
+        workload = randomly_limited(random, small_workload(random, stages=2, layers=4), 2)
+        if fastest_of_all(workload, 2) == inf:
+            return
+        found = search_plan(workload, 2)
+        result = search_extra_in_flight(found)
+        check_sound(result)
+        assert result.seconds <= found.seconds * (1 + 1e-9)
+
+    def test_latency_moves_the_split(self) -> None:
+        links = (Link(ranks=(0, 1), latency=2.0, bytes_per_second=1e9),)
+        layers = plain_layers([0.1] * 7, [0.2] * 7)
+        workload = Workload(
+            layers, StepCosts(), plain_cluster(2, links=links), ((0, 1),), ONE_F_ONE_B, 8
+        )
+        result = search_extra_in_flight(search_plan(workload, keep_order=True))
+        assert result.workload.extra_in_flight == 1
+        extended = replace(workload, extra_in_flight=1)
+        fastest = min(step_seconds(extended, split) for split in splits(workload))
+        assert result.seconds == pytest.approx(fastest)
 
 
 class TestStart:

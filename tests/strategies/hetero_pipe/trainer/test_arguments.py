@@ -91,6 +91,8 @@ ALONE = {
     "overfit_batches=0.5": watched(overfit_batches=0.5),
     "precision=64-true": watched(precision="64-true"),
     "profiler": watched(profiler="advanced"),
+    # Its hooks on the layers cannot be copied, as profiling the layers does.
+    "profiler of torch": replace(watched(profiler="pytorch"), options={"plan": None}),
     "reload_dataloaders_every_n_epochs": watched(reload_dataloaders_every_n_epochs=1, max_epochs=3),
     "use_distributed_sampler": watched(use_distributed_sampler=False),
     "val_check_interval": watched(val_check_interval=0.5),
