@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_dlres.core.comm.gathered_on_disk import gather_on_disk
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.strategies.connection import Connection, require_script
+from lightning_dlres.strategies.process_group import DEFAULT_GROUP
 from lightning_dlres.strategies.signals import DeferredSignals, handle_before_batches
 
 _T = TypeVar("_T")
@@ -68,6 +69,20 @@ class ConnectedDDPStrategy(DDPStrategy):
         self._connection = self._connect()
         assert self.cluster_environment is not None
         self._signals = DeferredSignals(self.cluster_environment, self._connection)
+
+    @override
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        # Lightning leaves a group that exists as it is.
+        DEFAULT_GROUP.join(
+            self.cluster_environment,
+            self._process_group_backend,
+            limit=self._timeout,
+            wait_seconds=self._wait_seconds,
+            device=self.root_device if self.root_device.type != "cpu" else None,
+        )
+        super().setup_distributed()
 
     @property
     def _ranks_wait_for_each_other(self) -> bool:

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,10 +32,9 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.strategies.connection import (
     Connection,
     announcing_failures,
-    check_backend,
-    join_process_group,
     require_script,
 )
+from lightning_dlres.strategies.process_group import DEFAULT_GROUP, check_backend
 from lightning_dlres.strategies.signals import DeferredSignals
 
 
@@ -136,10 +136,11 @@ class ConnectedStrategy(ParallelStrategy):
     def _join_ranks(self) -> None:
         """Join the process group and connect the ranks; called by all ranks."""
         assert self.cluster_environment is not None
-        join_process_group(
+        DEFAULT_GROUP.join(
             self.cluster_environment,
             self._process_group_backend,
-            self._timeout,
+            limit=timedelta(seconds=self._timeout),
+            wait_seconds=self._timeout,
         )
         # Lightning advises sync_dist=True on several ranks. Here every rank logs the value of the
         # whole batch already.

@@ -8,14 +8,12 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_dlres.core.checks import instance, one_of
 from lightning_dlres.core.comm.collectives import (
     REASON_SECONDS,
     any_rank,
@@ -30,6 +28,7 @@ from lightning_dlres.core.comm.mailbox import Mailbox, message_group, release_gr
 from lightning_dlres.core.errors import ConfigError, PeerError, PeerLostError, PeerTimeoutError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.strategies.process_group import DEFAULT_GROUP
 
 # Timeout of a rank that has raised, in seconds. Most often it has raised alone, and the other ranks
 # will not answer.
@@ -38,46 +37,6 @@ _TIMEOUT_AFTER_FAILURE_SECONDS = 10.0
 _WATCH_DEADLINE_SECONDS = 30.0
 # Parts of the messages of errors that torch's collectives raise when a rank is lost or late.
 _SIGNS_OF_A_LOST_RANK = ("gloo", "pair closure", "NCCL")
-# Backends that torch lists, and that send nothing to other ranks.
-_BACKENDS_WITHOUT_TRANSFERS = {"fake", "undefined"}
-
-
-def check_backend(backend: object) -> None:
-    """Check the argument `process_group_backend`, such as "gloo" or "cpu:gloo,cuda:nccl".
-
-    Raises:
-        ConfigError: If it is neither None nor a name of a backend.
-    """
-    if backend is None:
-        return
-    name, fix = "process_group_backend", "process_group_backend='gloo'"
-    instance(name, backend, (str,), "the name of a backend of torch.distributed", fix)
-    for part in str(backend).lower().split(","):
-        known = set(dist.Backend.backend_list) - _BACKENDS_WITHOUT_TRANSFERS
-        one_of(name, part.split(":")[-1], sorted(known), fix)
-
-
-def join_process_group(
-    environment: ClusterEnvironment, backend: str | None, timeout: float
-) -> None:
-    """Initialise torch's default process group, unless it is initialised already.
-
-    Args:
-        environment: Lightning's cluster environment.
-        backend: Backend of torch.distributed; None chooses gloo, which takes ranks with devices of
-            different kinds.
-        timeout: Seconds after which a collective call fails.
-    """
-    if dist.is_initialized():
-        return
-    os.environ["MASTER_ADDR"] = environment.main_address
-    os.environ["MASTER_PORT"] = str(environment.main_port)
-    dist.init_process_group(
-        backend or "gloo",
-        rank=environment.global_rank(),
-        world_size=environment.world_size(),
-        timeout=timedelta(seconds=timeout),
-    )
 
 
 def require_script(environment: ClusterEnvironment, processes: int) -> None:
@@ -272,13 +231,19 @@ class Connection:
     def close(self) -> None:
         """Close the connection; wait for the other ranks only if none has failed."""
         orderly = not self.failed
-        self.mailbox.close(orderly)
-        if orderly:
-            self.any_rank(False)
+        try:
+            self.mailbox.close(orderly)
+            if orderly:
+                self.any_rank(False)
+        except BaseException:
+            DEFAULT_GROUP.note_failure()
+            raise
         if self._watch is not None:
             self._watch.close()
         if orderly:
             release_group(self._group)
+        else:
+            DEFAULT_GROUP.note_failure()
 
     def _start_watch(self, names: list[str], environment: ClusterEnvironment, nodes: int) -> Watch:
         deadline = min(self.timeout, _WATCH_DEADLINE_SECONDS)

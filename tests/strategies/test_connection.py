@@ -11,9 +11,9 @@ from lightning_dlres.core.errors import ConfigError, PeerTimeoutError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.strategies.connection import (
     Connection,
-    check_backend,
     is_child_of_rank_0,
 )
+from lightning_dlres.strategies.process_group import check_backend
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.waiting import wait_until
 

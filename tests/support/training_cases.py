@@ -134,7 +134,7 @@ def trainer_for(context: RankContext | None, **options: Any) -> Trainer:
     if context is not None:
         replicas = tuple((rank, rank + 1) for rank in range(0, context.world_size, 2))
         defaults = {
-            "stages": 2,
+            "stages": 2 if chosen.get("plan", "default") is None else "auto",
             "microbatches": 3,
             "timeout": 30,
             "profile": QUICK,

@@ -63,6 +63,11 @@ class SavedTensorBytes:
     def __init__(self) -> None:
         # Bytes of each storage by `storage_key`: tensors of one storage count once.
         self._bytes: dict[int, int] = {}
+        self._unseen_bytes = 0
+
+    def add_unseen(self, nbytes: int) -> None:
+        """Add bytes of saved tensors that could not be recorded."""
+        self._unseen_bytes += max(nbytes, 0)
 
     def recording(self) -> AbstractContextManager[Any]:
         """Context manager that records the tensors saved by the forward inside."""
@@ -93,7 +98,8 @@ class SavedTensorBytes:
             _distinct_bytes(inputs),
             _distinct_bytes(outputs),
             _distinct_bytes([t for t in outputs if t.requires_grad]),
-            sum(size for key, size in self._bytes.items() if key not in counted_elsewhere),
+            self._unseen_bytes
+            + sum(size for key, size in self._bytes.items() if key not in counted_elsewhere),
             workspace_bytes,
         )
 

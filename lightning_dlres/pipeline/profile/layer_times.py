@@ -49,6 +49,8 @@ _log = logging.getLogger(__name__)
 # A layer is assumed to need at most this many times the bytes of its weights and inputs. If the
 # device has less memory than that, the layer's need is computed before the layer is run.
 _AMPLE_MEMORY_FACTOR = 32
+# Part of the message of the RuntimeError that torch.func raises in a forward that is recorded.
+_REFUSES_RECORDING = "support saved tensor hooks"
 
 
 @dataclass(frozen=True)
@@ -284,8 +286,12 @@ class _Runner:
         saved, live = SavedTensorBytes(), LiveBytes()
         inputs = map_tensors(_copy, self._inputs)
         with live:
-            with saved.recording():
+            output = self._recorded_forward(inputs, saved)
+            if output is None:
+                # All memory that the layer keeps then counts as saved.
+                before = live.now
                 output = self._stage.forward(0, inputs, 0)
+                saved.add_unseen(live.now - before - bytes_of(tensors_of(output)))
             live_after_forward, buffer = live.now, GradientBuffer()
             gradients = _ones(output)
             self._stage.backward(0, gradients, buffer)
@@ -297,6 +303,17 @@ class _Runner:
         # The workspace is freed after backward. Only the copy that runs has one.
         held_bytes = bytes_of(self._weights) + gradient_bytes + sum(sizes) - workspace_bytes
         return map_tensors(_detached, output), sizes, held_bytes
+
+    def _recorded_forward(self, inputs: Tree, saved: SavedTensorBytes) -> Tree | None:
+        """Run forward, and record the tensors that autograd saves; None if the layer refuses it."""
+        try:
+            with saved.recording():
+                return self._stage.forward(0, inputs, 0)
+        except RuntimeError as error:
+            if _REFUSES_RECORDING not in str(error):
+                raise
+        self._stage.drop_records()
+        return None
 
 
 class _Load:

@@ -46,11 +46,9 @@ from lightning_dlres.strategies.compressed_ddp.report_sections import sync_secti
 from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder
 from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader, length_of
 from lightning_dlres.strategies.connected_ddp import ConnectedDDPStrategy
-from lightning_dlres.strategies.connection import (
-    announcing_failures,
-    check_backend,
-)
+from lightning_dlres.strategies.connection import announcing_failures
 from lightning_dlres.strategies.few_bits import unwrapped
+from lightning_dlres.strategies.process_group import check_backend
 
 # Key, in a Lightning checkpoint, of the residuals of all ranks.
 CHECKPOINT_KEY = "dlres_gradient_sync"

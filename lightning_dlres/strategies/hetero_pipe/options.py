@@ -8,6 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from lightning_dlres.codecs.gradient import gradient_codec_names
 from lightning_dlres.core.checks import function, instance, one_of, timeout_seconds, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
@@ -94,10 +96,15 @@ class PipeOptions:
             instance("plan", self.plan, kinds, rule, "plan='plan.json'")
         loads = isinstance(self.plan, (str, Path))
         object.__setattr__(self, "given_plan", PipelinePlan.load(self.plan) if loads else self.plan)  # type: ignore[arg-type]
-        replicas, stages = self._device_map, self.fixed_stages
+        replicas, stages = self.fixed_replicas, self.fixed_stages
         if replicas is not None and stages not in (None, len(replicas[0])):
-            rule = f"{len(replicas[0])}, the number of stages of device_map"
+            source = "device_map" if self.given_plan is None else "plan"
+            rule = f"{len(replicas[0])}, the number of stages of {source}"
             raise ConfigError(got_expected("stages", stages, rule, "stages='auto'"))
+        if self._device_map not in (None, replicas):
+            rule = f"{[list(replica) for replica in replicas or ()]}, the replicas of plan"
+            got = [list(replica) for replica in self._device_map or ()]
+            raise ConfigError(got_expected("device_map", got, rule, "device_map=None"))
         function("split_batch", self.split_batch)
         object.__setattr__(self, "emulate_speed", _speeds(self.emulate_speed))
         object.__setattr__(self, "memory_limit", _limits(self.memory_limit))
@@ -219,6 +226,24 @@ class PipeOptions:
         """The options that constrain the plan."""
         schedule = initial_schedule(self.schedule)
         return PlanConstraints(self.fixed_stages, self.fixed_replicas, schedule, self.recompute)
+
+    @property
+    def first_schedule(self) -> str:
+        """Name of the schedule with which a run begins."""
+        if self.schedule == AUTO and self.given_plan is not None:
+            return self.given_plan.schedule
+        return initial_schedule(self.schedule).name
+
+    @property
+    def adjusted_plan(self) -> PipelinePlan | None:
+        """The user's plan with the schedule and the micro-batches that the options fix; None if the
+        user gave no plan."""
+        if self.given_plan is None:
+            return None
+        count = self.fixed_microbatches or self.given_plan.microbatches
+        return msgspec.structs.replace(
+            self.given_plan, schedule=self.first_schedule, microbatches=count
+        )
 
     @property
     def fixed_replicas(self) -> Replicas | None:

@@ -47,7 +47,11 @@ from lightning_dlres.strategies.hetero_pipe.step.cutting import (
     with_inputs,
 )
 from lightning_dlres.strategies.hetero_pipe.step.evaluated_calls import EvaluatedCalls
-from lightning_dlres.strategies.hetero_pipe.step.module_search import require_layers
+from lightning_dlres.strategies.hetero_pipe.step.module_search import (
+    UncutStepError,
+    find_pipelined_module,
+    require_layers,
+)
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import PipelinedStep
 from lightning_dlres.strategies.hetero_pipe.step.step_context import Pipelined, StepContext
 
@@ -149,8 +153,23 @@ class RunPlanner:
                 f"{self._pipelined.path!r}. {error.reason}"
             )
             self._refused = error.reason
+        owner, _, inner = self._pipelined.path.partition(".")
         self._context.pipeline(PipelinedStep.of(self._module))
-        return self._plan(trainer, previous)
+        try:
+            return self._plan(trainer, previous)
+        except UncutStepError as error:
+            if not inner:
+                raise
+            uncut = error
+        rank_zero_info(
+            f"dlres: {owner!r} is cut into stages in the place of training_step, which cannot be."
+        )
+        self._context.pipeline(find_pipelined_module(self._module, owner))
+        self._uncut_reason = self._hint = self._refused = ""
+        try:
+            return self._plan(trainer, previous)
+        except (NeedsCutStepError, ConfigError):
+            raise uncut from None
 
     @property
     def _may_cut_step(self) -> bool:
@@ -266,12 +285,11 @@ class RunPlanner:
         self, trainer: Trainer, previous: PipelinePlan | None, samples: ProfileSamples | None
     ) -> PipelinePlan:
         world_size, options = self._connection.world_size, self._options
-        if options.given_plan is not None:
+        given = options.adjusted_plan
+        if given is not None:
             if self._uncut_reason:
-                self._require_layers(options.given_plan.stages, self._uncut_reason)
-            return adopt_plan(
-                options.given_plan, self._unmeasured_layers(), self._pipelined.path, world_size
-            )
+                self._require_layers(given.stages, self._uncut_reason)
+            return adopt_plan(given, self._unmeasured_layers(), self._pipelined.path, world_size)
         replicas = options.replicas(world_size)
         same_layers = previous is not None and _layer_names(previous) == self._layers.names
         must_keep_plan = trainer.state.fn != TrainerFn.FITTING or self._keeps_placement

@@ -152,7 +152,8 @@ def make_runner(
     runner = StepRunner(
         context,
         runtime,
-        schedule=options.schedule,
+        schedule=options.first_schedule,
+        may_change_schedule=options.schedule == AUTO,
         seed=deployment.seed,
         barrier=barrier,
         log_rank_zero=rank_zero_info,

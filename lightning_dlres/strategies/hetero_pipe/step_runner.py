@@ -20,11 +20,7 @@ from lightning_dlres.pipeline.execute.digest import digest
 from lightning_dlres.pipeline.execute.runtime import SKIPPED, Runtime
 from lightning_dlres.pipeline.execute.training import TrainingStep, TrainResult, with_gradients
 from lightning_dlres.pipeline.plan.schedules.gpipe import GPipe
-from lightning_dlres.pipeline.plan.schedules.registry import (
-    AUTO,
-    initial_schedule,
-    schedule_named,
-)
+from lightning_dlres.pipeline.plan.schedules.registry import schedule_named
 from lightning_dlres.pipeline.stage.microbatch import is_unjoined, microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.checks.loss_check import (
     inexact_schedule_error,
@@ -67,7 +63,8 @@ class StepRunner:
     Args:
         context: Context of the user's steps.
         runtime: This rank's part of the pipeline.
-        schedule: "auto", or the name of a registered schedule.
+        schedule: Name of the schedule with which the run begins.
+        may_change_schedule: Whether GPipe may replace it where the loss requires that.
         seed: Base seed of the layers' random numbers.
         barrier: Waits for all ranks.
         log_rank_zero: Logs a line on rank 0.
@@ -82,6 +79,7 @@ class StepRunner:
         runtime: Runtime,
         *,
         schedule: str,
+        may_change_schedule: bool,
         seed: int,
         barrier: Callable[[], None],
         log_rank_zero: Callable[[str], None],
@@ -92,8 +90,7 @@ class StepRunner:
         self._barrier, self._log_rank_zero = barrier, log_rank_zero
         self._on_schedule_change = on_schedule_change
         self._update_trainable = update_trainable
-        self.may_change_schedule = schedule == AUTO
-        self.schedule = initial_schedule(schedule).name
+        self.schedule, self.may_change_schedule = schedule, may_change_schedule
         # Indices of the runtime's buffers that the forward changed in the last check.
         self.changing_buffers: list[int] = []
         self._num_steps, self._last_due_check = 0, 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -70,6 +71,11 @@ class _Note:
         self._gradients = {
             parameter: _state(gradient) for parameter, gradient in _gradients(optimizer).items()
         }
+
+    def end_for_zeroed(self) -> None:
+        """Forget the gradients that are None now; later ones may get the same memory."""
+        for parameter in [p for p in self._gradients if p.grad is None]:
+            del self._gradients[parameter]
 
     def renew(self, parameter: nn.Parameter) -> None:
         """Take note of a gradient that backward has made, or to which it has added."""
@@ -147,11 +153,20 @@ class Clipping:
         def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
             note(optimizer, lambda bounds: bounds.and_value(float(clip_val)))
 
+        pre_backward = precision.pre_backward
+
+        def end_for_zeroed(*args: Any, **kwargs: Any) -> Any:
+            for note in self._notes.values():
+                note.end_for_zeroed()
+            return pre_backward(*args, **kwargs)
+
+        precision.__dict__["pre_backward"] = end_for_zeroed
         precision.__dict__["clip_grad_by_norm"] = clip_grad_by_norm
         precision.__dict__["clip_grad_by_value"] = clip_grad_by_value
 
     def detach(self, precision: Precision) -> None:
         """Let the precision plugin clip by itself again."""
+        precision.__dict__.pop("pre_backward", None)
         precision.__dict__.pop("clip_grad_by_norm", None)
         precision.__dict__.pop("clip_grad_by_value", None)
 

@@ -38,11 +38,7 @@ from lightning_dlres.paramserver.setup.optimizer_states import (
     states_by_key,
 )
 from lightning_dlres.strategies.connected_ddp import ConnectedDDPStrategy
-from lightning_dlres.strategies.connection import (
-    Connection,
-    announcing_failures,
-    check_backend,
-)
+from lightning_dlres.strategies.connection import Connection, announcing_failures
 from lightning_dlres.strategies.few_bits import unwrapped, warn_about_few_bits
 from lightning_dlres.strategies.lazy_parameters import refuse_lazy_parameters
 from lightning_dlres.strategies.parameter_server.clipping import Clipping, trainer_bounds
@@ -55,6 +51,7 @@ from lightning_dlres.strategies.parameter_server.trainer_checks import (
     gradients_are_seen,
     refuse_callbacks,
 )
+from lightning_dlres.strategies.process_group import check_backend
 
 # Key, in a Lightning checkpoint, of the states of all ranks' codecs.
 CHECKPOINT_KEY = "dlres_parameter_server_pushes"

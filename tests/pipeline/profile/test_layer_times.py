@@ -275,3 +275,18 @@ def test_the_wall_time_ratio_includes_pauses_of_a_throttled_process() -> None:
         (answer,) = ranks.ask({})
     # A fifth of a processor: five seconds of wall time per CPU second, more on a busy machine.
     assert answer["wall_per_cpu_second"] > 4.0
+
+
+class PerSampleGradient(nn.Linear):
+    """Layer that torch refuses to run where saved tensors are recorded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gradients: Tensor = torch.vmap(torch.func.grad(lambda row: row.tanh().sum()))(x)
+        return super().forward(x) * gradients
+
+
+def test_a_layer_that_cannot_be_recorded_is_measured() -> None:
+    (layer,) = measure([PerSampleGradient(64, 64)], torch.randn(8, 64))
+    # At least the gradients, of 8 x 64 numbers, are saved.
+    assert layer.sizes.saved_bytes >= 8 * 64 * 4
+    assert layer.sizes.output_bytes == 8 * 64 * 4

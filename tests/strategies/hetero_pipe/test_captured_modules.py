@@ -23,7 +23,7 @@ from lightning_dlres.pipeline.plan.plan import consecutive_replicas
 from lightning_dlres.pipeline.stage.microbatch import microbatch_sizes
 from lightning_dlres.strategies.hetero_pipe import run_planner
 from tests.support.rank_pool import RankContext, RankPool
-from tests.support.training_cases import Case, differences_in, fit, no_differences_in
+from tests.support.training_cases import Case, Classifier, differences_in, fit, no_differences_in
 
 SAMPLES, STEPS, VOCABULARY, LENGTH = 4, 4, 11, 6
 MEASURED = {"plan": None, "microbatches": 2, "module": "net"}
@@ -389,3 +389,45 @@ def test_what_all_ranks_hold_is_said_at_the_start(pool: RankPool) -> None:
     )
     (uncut,) = pool.run(said_at_start, 2, "running_statistics", 1)[0]
     assert uncut.startswith("dlres: 'net' is one layer of 1.395 KiB, uncut. The forward of Running")
+
+
+class TwoStreams(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.one(x) + y), torch.tanh(self.other(y) + x)
+
+
+class StreamsNet(nn.Module):
+    """A module whose list of layers passes on two tensors, so that it is no chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 12)
+        self.layers = nn.ModuleList([TwoStreams() for _ in range(3)])
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        streams = (self.stem(x), self.stem(-x))
+        for layer in self.layers:
+            streams = layer(*streams)
+        out: Tensor = self.head(streams[0] * streams[1])
+        return out
+
+
+class Streams(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = StreamsNet()
+
+
+STREAMS = {"streams": Case(Streams, options={"plan": None})}
+
+
+def test_the_owner_of_a_list_is_cut_if_neither_the_list_nor_the_step_can_be(
+    pool: RankPool,
+) -> None:
+    assert pool.run(differences_in, 2, STREAMS) == no_differences_in(STREAMS)

@@ -383,6 +383,14 @@ def test_setup_errors_name_the_fault(pool: RankPool) -> None:
             {"stages": 2, "device_map": [[0, 1, 2, 3]]},
             "stages must be 4, the number of stages of device_map, got 2",
         ),
+        (
+            {"stages": 1, "plan": PipelinePlan(replicas=((0, 1),), split=(2, 3))},
+            "stages must be 2, the number of stages of plan, got 1",
+        ),
+        (
+            {"device_map": [[1, 0]], "plan": PipelinePlan(replicas=((0, 1),), split=(2, 3))},
+            "device_map must be [[0, 1]], the replicas of plan, got [[1, 0]]",
+        ),
         ({"microbatches": "many"}, ", got 'many'"),
         ({"microbatches": True}, ", got True"),
         ({"emulate_speed": [1.0, 0.0]}, ", got [1.0, 0.0]"),

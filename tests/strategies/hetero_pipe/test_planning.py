@@ -52,7 +52,12 @@ def fit(
     trainer.fit(task, train)
     assert strategy.plan is not None
     weights = {name: value.clone() for name, value in task.state_dict().items()}
-    return {"losses": losses.seen, "weights": weights, "plan": strategy.plan.to_json()}
+    return {
+        "losses": losses.seen,
+        "weights": weights,
+        "plan": strategy.plan.to_json(),
+        "schedule": strategy.schedule,
+    }
 
 
 def assert_same_run(a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -210,3 +215,11 @@ def test_a_plan_is_a_file_that_can_be_edited(pool: RankPool, tmp_path: Path) -> 
     plan = PipelinePlan.from_json(resumed["plan"])
     assert (plan.split, plan.recompute) == (tuple(split), (2,))
     assert plan.predicted_seconds != edited["predicted_seconds"], "predicted anew"
+    assert (resumed["schedule"], plan.schedule) == ("1f1b", "1f1b")
+    edited["schedule"] = "gpipe"
+    path.write_text(json.dumps(edited))
+    options = {"plan": str(path), "microbatches": 2}
+    for schedule, expected in (("auto", "gpipe"), ("1f1b", "1f1b")):
+        rerun = pool.run(fit, 2, "gpt", 0.0, schedule=schedule, **options)[0]
+        plan = PipelinePlan.from_json(rerun["plan"])
+        assert (rerun["schedule"], plan.schedule, plan.microbatches) == (expected, expected, 2)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from hypothesis import example, given, reject
 from hypothesis import strategies as st
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
@@ -38,17 +39,29 @@ ACTIONS = (
 )
 
 
-def train(actions: Sequence[str], clipping: Clipping | None) -> list[Tensor]:
+class WithoutTrainer(Precision):
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        """Return the tensor; there are no callbacks to call."""
+        return tensor
+
+
+def train(
+    actions: Sequence[str], clipping: Clipping | None, *, reuses_memory: bool = False
+) -> list[Tensor]:
     """Return the parameters after each step.
 
     Args:
         actions: Some of `ACTIONS`.
         clipping: Clips in the step, as servers do; None clips at once, as plain training does.
+        reuses_memory: Whether all gradients of a parameter have the same memory, as in a mirror.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    precision = Precision()
+    precision = WithoutTrainer()
+    if reuses_memory:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(moved_to(torch.empty_like(parameter)))
     if clipping is not None:
         clipping.attach(precision)
         for parameter in model.parameters():
@@ -63,6 +76,8 @@ def train(actions: Sequence[str], clipping: Clipping | None) -> list[Tensor]:
             last = hidden.detach() if action == "backward of one layer" else hidden
             output = hidden if action == "backward of the other layer" else model[2](last)
             loss = output.square().sum()
+            # The strategy calls it, too.
+            precision.pre_backward(loss, LightningModule())
             loss.backward(create_graph=action == "backward with a graph")
         elif action == "step":
             step(optimizer, ClippingBounds() if clipping is None else clipping.of(optimizer))
@@ -81,6 +96,17 @@ def train(actions: Sequence[str], clipping: Clipping | None) -> list[Tensor]:
             algorithm, bound = BOUNDS[action]
             precision.clip_gradients(optimizer, bound, algorithm)  # type: ignore[arg-type]
     return seen
+
+
+def moved_to(memory: Tensor) -> Callable[[Tensor], None]:
+    """Return a hook that moves each new gradient to the same memory."""
+
+    def move(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.data_ptr() != memory.data_ptr():
+            parameter.grad = memory.detach().copy_(gradient.detach())
+
+    return move
 
 
 def step(optimizer: torch.optim.Optimizer, bounds: ClippingBounds) -> None:
@@ -134,11 +160,15 @@ CLIPPED = ["backward", "clip by norm"]
         ["backward", "clip by value", "clip by a larger value", "step"],
         ["backward", "backward", "clip by norm", "step", "zero to none", *CLIPPED, "step"],
         ["backward of one layer", "clip by norm", "step", "zero to none", *CLIPPED, "step"],
+        ["backward", *CLIPPED, "step", "zero to none", "backward", "backward", *CLIPPED, "step"],
     ],
     ids=" ".join,
 )
-def test_steps_as_users_have_them_are_clipped_as_in_plain_training(actions: list[str]) -> None:
-    ours, plain = train(actions, Clipping()), train(actions, None)
+@pytest.mark.parametrize("reuses_memory", [False, True])
+def test_steps_as_users_have_them_are_clipped_as_in_plain_training(
+    actions: list[str], reuses_memory: bool
+) -> None:
+    ours, plain = train(actions, Clipping(), reuses_memory=reuses_memory), train(actions, None)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, plain, strict=True))
 
 

@@ -16,6 +16,10 @@ from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import TRAINING_STEP, PipelinedStep
 
 
+class UncutStepError(ConfigError):
+    """The training step cannot be cut into as many layers as are needed."""
+
+
 def find_pipelined_module(
     root: nn.Module, path: str | None, stages: int = 1
 ) -> PipelinedModule | PipelinedStep:
@@ -151,7 +155,7 @@ def _uncut_step(
         f"HeteroPipeStrategy(module={names[0]!r}). All others are then not cut: every rank holds "
         "them whole."
     )
-    return ConfigError(
+    return UncutStepError(
         f"{type(root).__name__}.training_step must be one that can be cut into stages, got one "
         f"that cannot be cut: {reason}{hint} {other_way}"
     )

@@ -91,8 +91,6 @@ ALONE = {
     "overfit_batches=0.5": watched(overfit_batches=0.5),
     "precision=64-true": watched(precision="64-true"),
     "profiler": watched(profiler="advanced"),
-    # Its hooks on the layers cannot be copied, as profiling the layers does.
-    "profiler of torch": replace(watched(profiler="pytorch"), options={"plan": None}),
     "reload_dataloaders_every_n_epochs": watched(reload_dataloaders_every_n_epochs=1, max_epochs=3),
     "use_distributed_sampler": watched(use_distributed_sampler=False),
     "val_check_interval": watched(val_check_interval=0.5),
@@ -124,6 +122,17 @@ def test_an_argument_alone(pool: RankPool, name: str) -> None:
 def test_true_half_precision(pool: RankPool) -> None:
     outcomes = pool.run(compare, 2, HALF_PRECISION, HALF_TOLERANCE)
     assert outcomes == no_differences_in(HALF_PRECISION)
+
+
+# The hooks of this profiler on the layers cannot be copied, as measuring the layers does.
+PROFILER_OF_TORCH = {
+    "measured": replace(watched(profiler="pytorch"), options={"plan": None}),
+}
+
+
+def test_hooks_of_a_profiler(pool: RankPool) -> None:
+    outcomes = pool.run(compare, 2, PROFILER_OF_TORCH, 1e-5)
+    assert outcomes == no_differences_in(PROFILER_OF_TORCH)
 
 
 class AddsGroup(Watched):
