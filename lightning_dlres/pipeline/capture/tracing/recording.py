@@ -281,7 +281,7 @@ class Recorder(GlueMode):
             raise UnsupportedStepError(
                 f"{self._place} must change buffers in submodules "
                 f"only, got a change of {self._buffers[storage]!r} between their calls. Move it "
-                "into a submodule."
+                "into the forward of a submodule that has parameters."
             )
         self._note_own_functions(arguments, name)
         inputs = tuple(self._value(t) for t in arguments if self._is_known(t))
