@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_dlres import _compat
 from lightning_dlres.core.comm.collectives import any_rank, no_check
 from lightning_dlres.core.comm.mailbox import Mailbox
+from lightning_dlres.core.errors import PeerTimeoutError, add_note
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.strategies.connection import (
     Connection,
@@ -250,11 +251,15 @@ class ConnectedStrategy(ParallelStrategy):
         self._connection.shorten_timeout()
         try:
             yield
+            return
         except BaseException as error:
             self._connection.announce_failure(cause or error)
             # Lightning does not call teardown after a callback that raises here.
             self.teardown()
-            raise error from cause
+            if cause is None or not isinstance(error, PeerTimeoutError):
+                raise error from cause
+        add_note(cause, "The other ranks did not raise, so no checkpoint was saved after this.")
+        raise cause
 
     def _announcing_failures(self) -> AbstractContextManager[None]:
         """Context manager that tells the other ranks of a failure at once."""

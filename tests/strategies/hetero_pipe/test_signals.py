@@ -162,6 +162,7 @@ def test_an_exception_on_one_rank_does_not_wait_for_a_checkpoint(
 ) -> None:
     # The strategy's timeout is longer than that of the job, so a long wait would fail the test.
     ours, others = pool.run_expecting_errors(saving_on_exception, 2, (0,), tmp_path, timeout=90)
-    assert 'KeyError: "a fault of the user\'s"' in ours.traceback
+    assert ours.error_type == "KeyError"
+    assert "no checkpoint was saved after this" in ours.traceback
     assert others.error_type in (PeerLostError.__name__, "RankDied")
     assert "gave up: KeyError" in others.output
