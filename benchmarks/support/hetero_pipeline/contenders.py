@@ -62,7 +62,7 @@ class Settings:
     rounds: int = 2
     pairs: int = 15
     fresh: bool = True
-    timeout: float = 180.0
+    timeout: float = 600.0
     profile_seconds: float = 3.0
 
     def turns(self, count: int) -> list[int]:

@@ -124,7 +124,7 @@ class FileStorage(Storage):
             subject = "reading has hung" if fetch.started else "reading in every thread has hung"
             text = (
                 f"{self._first(fetch.sample_ids)}: {subject} for more than "
-                f"{format_seconds(self._timeout)}. Check that the file system still answers."
+                f"{format_seconds(self._timeout)}. Check that the storage still answers."
             )
             self._finish(Reply(fetch_id, StorageError(text)))
 

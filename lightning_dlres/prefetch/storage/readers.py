@@ -346,7 +346,11 @@ class Reader:
         return f"sample {self.table.key(sample_id)!r} (sample_id {sample_id})"
 
     def _read_error(self, sample_id: int, piece: Piece, error: OSError) -> OSError | StorageError:
-        text = f"{self._describe(sample_id)}: {error.strerror or error} ({piece.path})"
+        reason = error.strerror or str(error)
+        if isinstance(error, FileNotFoundError) and error.strerror is None:
+            # That of a remote file system has its address only.
+            reason = os.strerror(errno.ENOENT)
+        text = f"{self._describe(sample_id)}: {reason} ({piece.path})"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return StorageError(f"{text}. Raise the limit of open files (`ulimit -n`).")
         if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError)):

@@ -135,10 +135,12 @@ def web_server(directory: Path) -> Iterator[tuple[str, threading.Event]]:
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", answers
-        answers.set()
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", answers
+        finally:
+            answers.set()
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture
@@ -153,6 +155,16 @@ def test_a_folder_of_a_web_server_is_read(web: tuple[str, threading.Event]) -> N
     samples = reader.read(np.arange(len(reader.table), dtype=np.uint32))
     assert [bytes(data) for data in samples] == [*map(bytes_of, range(50, SAMPLES))]
     assert keys_of(reader) == [f"sample {sample_id:03d}.bin" for sample_id in range(50, SAMPLES)]
+
+
+def test_a_file_that_a_web_server_no_longer_has_is_named(tmp_path: Path) -> None:
+    (tmp_path / "1.bin").write_bytes(b"x")
+    words = r"No such file or directory \(.*Check that the file is"
+    with web_server(tmp_path) as (address, _):
+        reader = open_reader(f"{address}/")
+        (tmp_path / "1.bin").unlink()
+        with pytest.raises(StorageError, match=words):
+            reader.read(np.array([0]))
 
 
 def test_a_web_server_that_ignores_byte_ranges_is_named_as_the_reason(
