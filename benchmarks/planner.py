@@ -24,6 +24,7 @@ from benchmarks.support.report import at_most, conclude, table
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload, layer_ranges
 from lightning_dlres.pipeline.plan.search.device_orders import (
     SearchResult,
+    search_extra_in_flight,
     search_plan,
     start_order,
     start_split,
@@ -111,6 +112,7 @@ def measure(size: Size, seed: int, memory_part: float | None) -> dict[str, Any]:
     workload = profile(size, seed, memory_part)
     started = time.perf_counter()
     result = search_plan(workload, size.stages, keep_order=not size.any_order)
+    result = search_extra_in_flight(result)
     return {
         "seed": seed,
         "memory_part": memory_part,
