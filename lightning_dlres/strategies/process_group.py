@@ -75,20 +75,20 @@ class DefaultGroup:
                 of different kinds.
             limit: Time after which a collective call fails; None takes that of torch.
             wait_seconds: Time that this rank waits for others to begin a further run.
-            device: This rank's device, if the backend serves devices of one kind; None else.
+            device: This rank's GPU, for which torch prepares the group; None on the CPU.
 
         Raises:
             PeerTimeoutError: If other ranks do not begin a further run in time.
         """
         rank, world_size = environment.global_rank(), environment.world_size()
-        options = {} if limit is None else {"timeout": limit}
         if not dist.is_initialized():
             os.environ["MASTER_ADDR"] = environment.main_address
             os.environ["MASTER_PORT"] = str(environment.main_port)
             # A store of an earlier group would keep the port.
             self._store = None
-            store, _, _ = next(rendezvous("env://", rank, world_size, **options))
-            self._store, self._joins = store, 0
+            options = {} if limit is None else {"timeout": limit}
+            self._store, _, _ = next(rendezvous("env://", rank, world_size, **options))
+            self._joins = 0
         elif not self._is_own or not self._has_failed_anywhere(rank, world_size, wait_seconds):
             return
         else:
@@ -117,6 +117,7 @@ class DefaultGroup:
         keys = [f"dlres: join {self._joins} of rank {other}" for other in range(world_size)]
         self._store.set(keys[rank], "failed" if self._has_failed else "fine")
         deadline = time.monotonic() + wait_seconds
+        # The store's own wait would let no signal handler run.
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 late = [r for r, key in enumerate(keys) if not self._store.check([key])]

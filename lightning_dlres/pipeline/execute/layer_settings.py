@@ -26,7 +26,11 @@ from lightning_dlres.core._compat import (
     torch_function_disabled,
     version_of,
 )
-from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES, are_identical
+from lightning_dlres.pipeline.stage.module_attributes import (
+    TORCH_ATTRIBUTES,
+    are_identical,
+    hook_dicts,
+)
 
 _PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
 # Methods of modules that the pipeline replaces in their attributes.
@@ -110,12 +114,7 @@ class LayerSettings:
         # Every step reads all modules. A module keeps the dicts of its attributes, hooks and
         # tensors, so they are looked up only once.
         self._namespaces = [vars(module) for _, module in called]
-        self._hooks = [
-            (path, hooks)
-            for path, namespace in zip(self._called, self._namespaces, strict=True)
-            for name, hooks in namespace.items()
-            if name.endswith("_hooks") and isinstance(hooks, dict)
-        ]
+        self._hooks = [(path, hooks) for path, module in called for hooks in hook_dicts(module)]
         self._weight_dicts = [registered_parameters(module) for _, module in called]
         self._buffer_dicts = [module.current_buffers() for module in self._modules]
         self._weights = self._current_weights()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,7 +34,8 @@ def copy_of_module(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
     try:
         return copy.deepcopy(module, dict(memo))
     except Exception:
-        hooks = [hook for inner in module.modules() for hook in _hooks_of(inner)]
+        dicts = chain.from_iterable(map(hook_dicts, module.modules()))
+        hooks = [hook for hooks in dicts for hook in hooks.values()]
         # A hook that is a method of the module would copy the other hooks, too.
         known = {**memo, **{id(inner): inner for inner in module.modules()}}
         refusing = {id(hook): hook for hook in hooks if not _can_be_copied(hook, known)}
@@ -42,10 +44,13 @@ def copy_of_module(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
     return copy.deepcopy(module, {**memo, **refusing})
 
 
-def _hooks_of(module: nn.Module) -> Iterator[Any]:
-    for name, value in vars(module).items():
-        if name.endswith("_hooks") and isinstance(value, dict):
-            yield from value.values()
+def hook_dicts(module: nn.Module) -> list[dict[Any, Any]]:
+    """Return the dicts in which a module keeps its hooks of each kind."""
+    return [
+        hooks
+        for name, hooks in vars(module).items()
+        if name.endswith("_hooks") and isinstance(hooks, dict)
+    ]
 
 
 def _can_be_copied(value: Any, memo: Mapping[int, Any]) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -323,7 +322,7 @@ def load_sharded_model(
     }
     tensors = {key: value for key, value in held.items() if isinstance(value, Tensor)}
     loaded = shards.read("state_dict", held, tensors)
-    rest = copy.copy(cast("dict[str, Any]", empty_state))
+    rest = with_entries(empty_state, {})
     rest.update({key: loaded[key] for key in held.keys() - tensors.keys()})
     module.load_state_dict(rest, strict=False)
 

@@ -168,8 +168,8 @@ class RunPlanner:
         self._uncut_reason = self._hint = self._refused = ""
         try:
             return self._plan(trainer, previous)
-        except (NeedsCutStepError, ConfigError):
-            raise uncut from None
+        except (NeedsCutStepError, ConfigError) as error:
+            raise uncut from error
 
     @property
     def _may_cut_step(self) -> bool:
