@@ -15,6 +15,10 @@ class ConfigError(DlresError, ValueError):
     """User input is invalid: an argument, a file, a plan, a model, a data set or a batch."""
 
 
+class EpochTakenError(ConfigError):
+    """Other processes, which may be about to end, use an epoch of a cache in another way."""
+
+
 class UnsupportedStepError(DlresError, RuntimeError):
     """User code did something during a step that this package cannot reproduce exactly."""
 

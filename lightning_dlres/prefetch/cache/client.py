@@ -18,7 +18,13 @@ from typing import Any
 
 import msgspec
 
-from lightning_dlres.core.errors import DlresError, PeerLostError, PeerTimeoutError, error_named
+from lightning_dlres.core.errors import (
+    DlresError,
+    EpochTakenError,
+    PeerLostError,
+    PeerTimeoutError,
+    error_named,
+)
 from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.core.wire.endpoint import Client
 from lightning_dlres.core.wire.message import Message, protocol_error
@@ -36,6 +42,9 @@ _MARGIN_SECONDS = 5.0
 # Minimum deadline, in seconds, for the start of the process and of an epoch. Their time grows with
 # the data set and does not depend on the storage.
 _MIN_ANSWER_SECONDS = 60.0
+# Seconds that processes of an earlier job have to leave the cache, and seconds between two attempts
+# to begin an epoch meanwhile.
+_TAKEN_SECONDS, _RETRY_SECONDS = 5.0, 0.05
 # Seconds that the cache has to confirm a leave.
 _LEAVE_SECONDS = 2.0
 # Maximum number of attempts to join. A cache process may end while this process joins it.
@@ -105,16 +114,26 @@ class CacheClient:
     def begin_epoch(self, **arguments: Any) -> int:
         """Begin an epoch and return its epoch_id. The arguments are those of `messages.Begin`.
 
+        Processes of an earlier job, which has been killed or has failed, may still use the cache.
+        This waits a few seconds for them to leave.
+
         Raises:
-            ConfigError: If other ranks have begun another epoch under this epoch_id.
+            EpochTakenError: If other processes use this epoch_id for another epoch.
         """
         epoch_id = next(self._epoch_ids)
         begin = Begin(epoch_id=epoch_id, **arguments)
         with self._lock:
             # The cache delivers no more batches of the epoch before.
             self._pending.clear()
-        self._call(messages.BEGIN, msgspec.msgpack.encode(begin), self._answer_seconds)
-        return epoch_id
+        deadline = time.monotonic() + _TAKEN_SECONDS
+        while True:
+            try:
+                self._call(messages.BEGIN, msgspec.msgpack.encode(begin), self._answer_seconds)
+                return epoch_id
+            except EpochTakenError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_SECONDS)
 
     def may_request(self, waiting: int, max_waiting: int) -> bool:
         """Return True if one more batch may be requested.

@@ -1,9 +1,10 @@
-"""Samples that one host needs of an epoch, and the progress of an open epoch."""
+"""Samples that one host needs of an epoch, the ranks in it, and its progress."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,6 +54,34 @@ class EpochProgress:
             )
         self.is_requested[epoch_slots] = True
         self.num_requested += len(epoch_slots)
+
+
+@dataclass
+class BegunEpoch:
+    """An epoch that a client has begun.
+
+    Attributes:
+        begin: Its start, as the first client sent it.
+        ranks: Ranks that have begun it.
+    """
+
+    begin: Begin
+    ranks: set[int] = field(default_factory=set)
+
+    def clash(self, begin: Begin) -> str:
+        """Return the text of the error if this start cannot be one of the same epoch, else ""."""
+        if msgspec.structs.replace(begin, rank=self.begin.rank) != self.begin:
+            return (
+                f"All ranks must start the same epoch, got {begin} and {self.begin}. Give them the "
+                "same seed, batch size and checkpoint. If an earlier job still uses the cache, end "
+                "it, or give this job a cache name of its own."
+            )
+        if begin.rank in self.ranks:
+            return (
+                f"Each rank must begin an epoch once, got rank {begin.rank} twice. Give the cache "
+                "of each loader its own name, and close a loader before another one uses its name."
+            )
+        return ""
 
 
 def needed_samples(num_samples: int, begin: Begin) -> SampleIds:

@@ -26,6 +26,7 @@ from lightning_dlres.core.compiled import load_all
 from lightning_dlres.core.errors import (
     ConfigError,
     DlresError,
+    EpochTakenError,
     PeerError,
     text_of,
 )
@@ -38,7 +39,7 @@ from lightning_dlres.core.wire.message import Message, protocol_error
 from lightning_dlres.core.wire.server import Server
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
-from lightning_dlres.prefetch.cache.epochs import needed_samples
+from lightning_dlres.prefetch.cache.epochs import BegunEpoch, needed_samples
 from lightning_dlres.prefetch.cache.exchange import BatchReply
 from lightning_dlres.prefetch.cache.index import CacheIndex
 from lightning_dlres.prefetch.cache.launch import PROGRESS, failure_path
@@ -126,7 +127,7 @@ class CacheHost:
         # The client of each connection, by the connection's number.
         self._connections: dict[int, str] = {}
         # Epochs that were begun, and that at least one client has not left yet; by epoch_id.
-        self._begun: dict[int, Begin] = {}
+        self._begun: dict[int, BegunEpoch] = {}
         # In the future, so that the first client has `_IDLE_SECONDS_AT_START` to join.
         self._last_used = time.monotonic() + _IDLE_SECONDS_AT_START - _IDLE_SECONDS
         self._last_progress = time.monotonic()
@@ -247,32 +248,41 @@ class CacheHost:
         self._send(message.peer, messages.JOINED, msgspec.msgpack.encode(self._joined))
 
     def _begin_epoch(self, peer: str, begin: Begin) -> None:
-        known = self._begun.get(begin.epoch_id)
-        if known is not None and known != begin:
-            raise ConfigError(
-                f"All ranks must start the same epoch, got {begin} and {known}. Give them the same "
-                "seed, batch size and checkpoint."
-            )
-        before, self._clients[peer] = self._clients[peer], begin.epoch_id
-        self._end_unused_epochs()
-        if known is None:
-            self._begun[begin.epoch_id] = begin
+        epoch_id, known = begin.epoch_id, self._begun.get(begin.epoch_id)
+        used = {used for client, used in self._clients.items() if client != peer}
+        clash = known.clash(begin) if known is not None else ""
+        if clash and epoch_id in used:
+            raise EpochTakenError(clash)
+        for begun in list(self._begun):
+            # An epoch that clashes and is not used is one of an earlier job.
+            if begun not in used and (begun != epoch_id or clash):
+                self._end_epoch(begun, next_used=epoch_id)
+        if epoch_id not in self._begun:
+            index = self._index(begin)
+            self._begun[epoch_id] = BegunEpoch(begin)
             try:
-                self._engine.begin_epoch(
-                    begin.epoch_id, self._index(begin), self._index_of_next_epoch
-                )
-            except DlresError:
-                del self._begun[begin.epoch_id]
-                self._clients[peer] = before
-                raise
+                self._engine.begin_epoch(epoch_id, index, self._index_of_next_epoch)
+            except ConfigError as error:
+                # Two epochs are open, whose clients have not left yet.
+                del self._begun[epoch_id]
+                raise EpochTakenError(str(error)) from error
+        self._begun[epoch_id].ranks.add(begin.rank)
+        self._clients[peer] = epoch_id
         self._send(peer, messages.BEGUN, b"")
 
     def _end_unused_epochs(self) -> None:
         """End the epochs that every client has left."""
         used = {epoch_id for epoch_id in self._clients.values() if epoch_id is not None}
         for epoch_id in [begun for begun in self._begun if used and begun < min(used)]:
-            del self._begun[epoch_id]
-            self._engine.end_epoch(epoch_id)
+            self._end_epoch(epoch_id, next_used=epoch_id + 1)
+
+    def _end_epoch(self, epoch_id: int, next_used: int) -> None:
+        """End a begun epoch, and the one after it, which may have been opened to prefetch it,
+        unless that is begun or is `next_used`."""
+        del self._begun[epoch_id]
+        self._engine.end_epoch(epoch_id)
+        if epoch_id + 1 != next_used and epoch_id + 1 not in self._begun:
+            self._engine.end_epoch(epoch_id + 1)
 
     def _index(self, begin: Begin) -> CacheIndex:
         is_pinned = self._pinned.is_ready if len(self._pinned.is_ready) else None
@@ -286,9 +296,10 @@ class CacheHost:
         one, the engine drops these samples.
         """
         before = self._begun.get(epoch_id - 1)
-        if before is None or not before.has_next:
+        if before is None or not before.begin.has_next:
             return None
-        return self._index(msgspec.structs.replace(before, epoch=before.epoch + 1, consumed=0))
+        begin = before.begin
+        return self._index(msgspec.structs.replace(begin, epoch=begin.epoch + 1, consumed=0))
 
     def _metrics(self) -> messages.Metrics:
         return messages.Metrics(
@@ -323,12 +334,9 @@ class CacheHost:
             self._engine.drop_requests(peer)
             self._end_unused_epochs()
             if not self._clients:
-                # The next client counts its epochs from 0. The epoch after a begun one may have
-                # been opened to prefetch it.
+                # The next client counts its epochs from 0.
                 for epoch_id in list(self._begun):
-                    self._engine.end_epoch(epoch_id)
-                    self._engine.end_epoch(epoch_id + 1)
-                self._begun.clear()
+                    self._end_epoch(epoch_id, next_used=0)
 
 
 def _check_memory(config: HostConfig) -> None:

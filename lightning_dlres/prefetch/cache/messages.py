@@ -106,10 +106,12 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
-    """Start of an epoch in one process. All processes must send the same for one epoch_id.
+    """Start of an epoch in one process. For one epoch_id, all processes of a job must send the
+    same, apart from their own `rank`.
 
     Attributes:
         epoch_id: Number of epochs that the process has begun before, aborted ones included.
+        rank: Data-parallel rank of the process, one of `local_ranks`.
         seed: Seed of all orders.
         epoch: Number of the epoch, which decides its order together with the seed.
         shuffle: False: the samples come in the order of the data set.
@@ -123,6 +125,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     epoch_id: _Count
+    rank: _Count
     seed: int
     epoch: _Count
     shuffle: bool
@@ -138,6 +141,8 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
         ascending = all(first < second for first, second in itertools.pairwise(local))
         if not (local and ascending and local[0] >= 0 and local[-1] < self.ranks):
             raise ValueError(f"local_ranks must be ascending ranks below {self.ranks}, got {local}")
+        if self.rank not in local:
+            raise ValueError(f"rank must be one of local_ranks, {local}, got {self.rank}")
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):

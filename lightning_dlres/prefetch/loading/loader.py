@@ -303,6 +303,7 @@ class PrefetchLoader:
 
     def _begin_epoch(self) -> int:
         return self.client.begin_epoch(
+            rank=self._ranks.rank,
             seed=self._seed,
             epoch=self._epoch,
             shuffle=self._shuffle,

@@ -124,6 +124,7 @@ def test_a_cache_survives_hostile_clients(
     good()
     before = resident_bytes(joined.pid)
     begin = {
+        "rank": 0,
         "epoch_id": 1 << 40,
         "seed": 0,
         "epoch": 0,
