@@ -112,13 +112,18 @@ DispatchMode = _python_dispatch.TorchDispatchMode
 CALL = "_call_impl"
 
 
+def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
+    """Return the hooks after a module's forward; torch has no public way to list hooks."""
+    return tuple(module._forward_hooks.values())
+
+
 def has_user_hooks(module: nn.Module) -> bool:
     """Return whether user code has registered forward hooks on a module, not counting those inside
-    of it; torch has no public way to list hooks.
+    of it.
 
     Hooks of torch itself, such as those of its weight norm, do not count.
     """
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    hooks = [*forward_hooks(module), *module._forward_pre_hooks.values()]
     return any(not getattr(hook, "__module__", "").startswith("torch.") for hook in hooks)
 
 
@@ -306,9 +311,7 @@ def is_wrapped(tensor: Tensor) -> bool:
     torch has no public function for this.
     """
     functorch = getattr(torch._C, "_functorch", None)
-    if functorch is None:
-        return False
-    return bool(
+    return functorch is not None and bool(
         functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
     )
 
@@ -335,10 +338,7 @@ def is_in_backward() -> bool:
 
 
 def backward_number() -> int:
-    """Return the number of the backward that runs in this thread, -1 without one.
-
-    torch has no public name for it.
-    """
+    """Return the number of this thread's backward, -1 without one; it has no public name."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return -1 if task is None else int(task())
 

@@ -12,12 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from lightning_dlres.core._compat import CALL, storage_key
+from lightning_dlres.core._compat import CALL, forward_hooks, storage_key
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.wire.nested import tensors_in
 from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.pipeline.deferred.values import has_deferred
 from lightning_dlres.pipeline.stage.initialise import initialised_copy
+
+# Modules whose forward hooks only keep arguments and outputs, for the code that calls the blocks.
+# transformers has such hooks for `output_hidden_states`. Hooks of users may do anything, so they
+# run with a block's own call only.
+_COLLECTORS = ("transformers.utils.output_capturing",)
 
 
 @contextmanager
@@ -54,6 +59,16 @@ def original_call(block: nn.Module, args: Any, kwargs: Any) -> Any:
     finally:
         if replacement is not None:
             block.__dict__[CALL] = replacement
+
+
+def call_collectors(block: nn.Module, args: Any, output: Any) -> None:
+    """Call a block's hooks that hand its tensors to the code around it, as the block's call does.
+
+    Call this where the block does not run, with placeholders: that code runs there, too.
+    """
+    for hook in forward_hooks(block):
+        if getattr(hook, "__module__", "") in _COLLECTORS:
+            hook(block, args, output)
 
 
 def with_values(block: nn.Module, arguments: Any) -> nn.Module:

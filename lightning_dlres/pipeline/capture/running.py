@@ -16,6 +16,7 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.nested import replaced, tensors_in
 from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.pipeline.capture.block_calls import (
+    call_collectors,
     calls_replaced,
     checkpointed_call,
     original_call,
@@ -228,6 +229,7 @@ class SegmentRun(SegmentState, GlueMode):
                 # None of the layers is called in this mode of the module.
                 raise self._left_by(_Stop)
             output = self._rebuilt(self._skeleton_of(layer, call), BLOCK, call)
+            call_collectors(block, args, output)
             self._is_live = is_final
             if is_final and self._step:
                 self._before_layer(len(self._blocks))

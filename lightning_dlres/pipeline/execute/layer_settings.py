@@ -27,7 +27,7 @@ from lightning_dlres.core._compat import (
     version_of,
 )
 from lightning_dlres.pipeline.stage.module_attributes import (
-    TORCH_ATTRIBUTES,
+    MANAGED_ATTRIBUTES,
     are_identical,
     hook_dicts,
 )
@@ -195,7 +195,7 @@ class LayerSettings:
         """Return an error message that names an attribute with another object than before."""
         columns = zip(self._modules, self._layer_namespaces(), before.attributes, strict=True)
         for module, now, then in columns:
-            for name in sorted((now.keys() | then.keys()) - _REPLACED - TORCH_ATTRIBUTES):
+            for name in sorted((now.keys() | then.keys()) - _REPLACED - MANAGED_ATTRIBUTES):
                 value, old = now.get(name, _ABSENT), then.get(name, _ABSENT)
                 if value is not old and not (_is_plain(value) and _is_plain(old)):
                     return change_error(f"{name!r} of the layer {module.path!r} before its call")
@@ -270,7 +270,7 @@ class _ModuleSettings:
         self, attributes: dict[str, Any], buffers: dict[str, Tensor | None]
     ) -> Collection[str]:
         """Put changed settings back, and return their names."""
-        changed = self._changed_names(attributes, vars(self.module)) - TORCH_ATTRIBUTES
+        changed = self._changed_names(attributes, vars(self.module)) - MANAGED_ATTRIBUTES
         for name in changed:
             if name in attributes:
                 vars(self.module)[name] = attributes[name]

@@ -1,4 +1,4 @@
-"""Attributes of modules: those that torch manages, comparison by identity, and copies."""
+"""Attributes of modules: those that libraries manage, comparison by identity, and copies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from torch import Tensor, nn
 
 from lightning_dlres.core.wire.nested import tensors_in
 
-# Attributes that torch manages in every module. One of them is `training`: steps may change it.
-TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+# Attribute with which transformers notes that the hooks for `output_hidden_states` are on a model's
+# modules. The first call that needs them adds them for good, also a call that is undone.
+HAS_COLLECTORS = "_output_capturing_hooks_installed"
+# Attributes that torch manages in every module, and that one. Another one of them is `training`:
+# steps may change it.
+MANAGED_ATTRIBUTES = frozenset(vars(nn.Module())) | {HAS_COLLECTORS}
 
 
 def are_identical(a: Collection[Any], b: Collection[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_dlres.core.error_places import place_of
-from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.core.errors import ConfigError, DlresError, UnsupportedStepError
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.deferred.values import has_deferred
@@ -143,33 +144,37 @@ class RunPlanner:
             UnsupportedStepError: If the step uses a tensor that a layer made, other than the
                 module's output.
         """
+        path = self._pipelined.path
         try:
             return self._plan(trainer, previous)
         except NeedsCutStepError as error:
             if not self._may_cut_step:
                 raise
             rank_zero_info(
-                f"dlres: training_step is cut into stages in the place of "
-                f"{self._pipelined.path!r}. {error.reason}"
+                f"dlres: training_step is cut into stages in the place of {path!r}. {error.reason}"
             )
-            self._refused = error.reason
-        owner, _, inner = self._pipelined.path.partition(".")
+            self._refused, refusal = error.reason, error.refusal
         self._context.pipeline(PipelinedStep.of(self._module))
         try:
             return self._plan(trainer, previous)
-        except UncutStepError as error:
-            if not inner:
+        except (UncutStepError, UnsupportedStepError) as error:
+            if refusal is None and not isinstance(error, UncutStepError):
                 raise
-            uncut = error
-        rank_zero_info(
-            f"dlres: {owner!r} is cut into stages in the place of training_step, which cannot be."
-        )
-        self._context.pipeline(find_pipelined_module(self._module, owner))
-        self._uncut_reason = self._hint = self._refused = ""
-        try:
-            return self._plan(trainer, previous)
-        except (NeedsCutStepError, ConfigError) as error:
-            raise uncut from error
+            # Without the frames of its traceback, which hold tensors with graphs.
+            uncut: DlresError = error.with_traceback(None) if refusal is None else refusal
+        cause: DlresError | None = None
+        for owner in _owners(path):
+            rank_zero_info(f"dlres: training_step cannot be cut; {owner!r} is cut into stages.")
+            # Reference cycles of the attempts before may hold graphs, which keep parameters from
+            # moving.
+            gc.collect()
+            self._context.pipeline(find_pipelined_module(self._module, owner))
+            self._uncut_reason = self._hint = self._refused = ""
+            try:
+                return self._plan(trainer, previous)
+            except (ConfigError, UnsupportedStepError) as error:
+                cause = error.with_traceback(None)
+        raise uncut from cause
 
     @property
     def _may_cut_step(self) -> bool:
@@ -337,6 +342,8 @@ class RunPlanner:
             rank_zero_info(state_warning)
         refusal = self._first_of_ranks(inspection.refusal)
         if refusal is not None:
+            if self._may_cut_step:
+                raise NeedsCutStepError(refusal, "", UnsupportedStepError(refusal))
             raise UnsupportedStepError(refusal)
         needs_cut = self._first_of_ranks(inspection.needs_cut) if self._may_cut_step else None
         if needs_cut is not None:
@@ -400,6 +407,12 @@ class RunPlanner:
         else:
             _log_untried_step(reason)
         return None
+
+
+def _owners(path: str) -> list[str]:
+    """Return the names of the modules around a module, the innermost one first."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
 
 def _log_untried_step(reason: str) -> None:

@@ -16,6 +16,7 @@ from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.wire.nested import tensors_in
 from lightning_dlres.core.wire.tree import tensors_of
 from lightning_dlres.pipeline.capture.block_calls import (
+    call_collectors,
     calls_replaced,
     checkpoint_around,
     original_call,
@@ -217,6 +218,7 @@ class Recorder(GlueMode):
                 )
             if self._outputs is not None:
                 output = self._outputs[number].made_with(args, kwargs)
+                call_collectors(block, args, output)
             else:
                 target = with_values(block, arguments)
                 with self._inner.of(name):

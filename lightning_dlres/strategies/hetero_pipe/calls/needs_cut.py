@@ -11,11 +11,13 @@ class NeedsCutStepError(UnsupportedStepError):
     Args:
         reason: What the step does, as a sentence.
         fix: Sentence with a way out.
+        refusal: Error to raise if nothing else can be cut; None for the one of that attempt.
 
     Attributes:
         reason: As the argument.
+        refusal: As the argument.
     """
 
-    def __init__(self, reason: str, fix: str) -> None:
+    def __init__(self, reason: str, fix: str, refusal: UnsupportedStepError | None = None) -> None:
         super().__init__(f"{reason} {fix}")
-        self.reason = reason
+        self.reason, self.refusal = reason, refusal

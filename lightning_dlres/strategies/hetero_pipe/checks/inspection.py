@@ -23,7 +23,7 @@ from lightning_dlres.core._compat import CALL
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.deferred.values import is_deferred, stand_in_values
 from lightning_dlres.pipeline.stage.microbatch import samples_in
-from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES
+from lightning_dlres.pipeline.stage.module_attributes import HAS_COLLECTORS, MANAGED_ATTRIBUTES
 from lightning_dlres.pipeline.stage.shared_inputs import SharedInputs
 from lightning_dlres.pipeline.stage.stage import Layer
 from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
@@ -162,7 +162,7 @@ class _LocalLayers:
         finally:
             # A module in two layers was saved twice. Reverse order restores its first values last.
             for module, before in reversed(self._saved_attributes):
-                for name in vars(module).keys() - before.keys() - {CALL}:
+                for name in vars(module).keys() - before.keys() - {CALL, HAS_COLLECTORS}:
                     del vars(module)[name]
                 vars(module).update(before)
 
@@ -322,7 +322,7 @@ def _comparable_attributes(module: nn.Module) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
     for name, value in vars(module).items():
         is_cache = name in RECURRENT_CACHES and isinstance(module, nn.RNNBase)
-        if name in TORCH_ATTRIBUTES or is_cache:
+        if name in MANAGED_ATTRIBUTES or is_cache:
             continue
         if isinstance(value, Tensor):
             if value.grad_fn is None:

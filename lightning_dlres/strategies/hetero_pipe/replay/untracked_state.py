@@ -33,7 +33,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dlres.core.errors import DlresError
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
-from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES
+from lightning_dlres.pipeline.stage.module_attributes import MANAGED_ATTRIBUTES
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.user_objects import (
     SCALARS,
     is_library_class,
@@ -189,7 +189,7 @@ def _object_entries(value: Any) -> Entries | None:
     elif isinstance(value, FunctionType):
         return _function_entries(value) if _is_user_module(value.__module__) else None
     elif isinstance(value, nn.Module):
-        own = {name: inner for name, inner in vars(value).items() if name not in TORCH_ATTRIBUTES}
+        own = {name: inner for name, inner in vars(value).items() if name not in MANAGED_ATTRIBUTES}
         names = {**own, **value._modules, **value._parameters}
     elif is_library_class(kind) and not isinstance(value, (Dataset, Sampler)):
         return None

@@ -27,7 +27,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dlres.core import _compat
 from lightning_dlres.core.wire.payload import as_bytes
-from lightning_dlres.pipeline.stage.module_attributes import TORCH_ATTRIBUTES, are_identical
+from lightning_dlres.pipeline.stage.module_attributes import MANAGED_ATTRIBUTES, are_identical
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 # Stands for a missing value, where None may be a value.
@@ -58,9 +58,9 @@ _OPAQUE = (
 )
 # Classes that may hold a whole data set. Only their settings (small attributes) are compared.
 _DATA_SOURCES = (Dataset, Sampler, LightningDataModule)
-# Attributes that torch manages in every module, and the methods that this package temporarily
+# Attributes that libraries manage in every module, and the methods that this package temporarily
 # replaces in a module's `__dict__`.
-_HIDDEN_ATTRIBUTES = TORCH_ATTRIBUTES | {"forward", _compat.CALL, "log", "print"}
+_HIDDEN_ATTRIBUTES = MANAGED_ATTRIBUTES | {"forward", _compat.CALL, "log", "print"}
 _KINDS_WITH_ATTRIBUTES = NAMED_KINDS - {"dict"}
 # Types whose values hold no other objects with state.
 _FLAT_TYPES = {*SCALARS, Tensor, np.ndarray}
