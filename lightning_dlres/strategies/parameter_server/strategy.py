@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -42,6 +40,7 @@ from lightning_dlres.strategies.connection import Connection, announcing_failure
 from lightning_dlres.strategies.few_bits import unwrapped, warn_about_few_bits
 from lightning_dlres.strategies.lazy_parameters import refuse_lazy_parameters
 from lightning_dlres.strategies.parameter_server.clipping import Clipping, trainer_bounds
+from lightning_dlres.strategies.parameter_server.initial_values import broadcast_from_rank_0
 from lightning_dlres.strategies.parameter_server.remote_update import RemoteUpdates
 from lightning_dlres.strategies.parameter_server.server_hosting import (
     HostedServers,
@@ -218,7 +217,7 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             raise ConfigError(got_expected("precision", got, rule, fix))
         if self.world_size > 1:
             for tensor in (*self._module.parameters(), *self._module.buffers()):
-                _broadcast_from_rank_0(tensor.detach())
+                broadcast_from_rank_0(tensor.detach())
 
     @property
     @override
@@ -232,9 +231,17 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         with announcing_failures(lambda: self._connection):
             self._start_session()
 
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start the job again if a callback has run the training loop within this one."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._session is None:
+            with announcing_failures(lambda: self._connection):
+                self._start_session()
+
     def _start_session(self) -> None:
         assert self._connection is not None
-        # A callback may have run the training loop before, as a search of the learning rate does.
+        # A callback may run the training loop at any time, as a search of the learning rate does.
         self._end_session()
         connection, options = self._connection, self._options
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
@@ -394,7 +401,7 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             if is_edited:
                 # Each rank has averaged the weights that it had.
                 for parameter in self._module.parameters():
-                    _broadcast_from_rank_0(parameter.detach())
+                    broadcast_from_rank_0(parameter.detach())
             else:
                 self._session.refresh()
         if self.is_global_zero:
@@ -436,11 +443,3 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             if connection is not None:
                 connection.close()
             super().teardown()
-
-
-def _broadcast_from_rank_0(tensor: Tensor) -> None:
-    """Replace a tensor by that of rank 0."""
-    # A copy: the tensor's memory may have any strides, and the process group keeps what it sends.
-    data = tensor.contiguous().clone()
-    dist.broadcast(data, 0)
-    tensor.copy_(data)

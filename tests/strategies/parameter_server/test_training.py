@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Sampler, TensorDataset
@@ -107,6 +108,20 @@ class ChangeGradients(Callback):
                 parameter.grad *= 0.5
 
 
+class SearchAmidFit(LearningRateFinder):
+    """Callback that searches the learning rate in the second epoch, as for a fine-tuning."""
+
+    def __init__(self) -> None:
+        super().__init__(num_training_steps=5, early_stop_threshold=None, update_attr=False)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Do not search here."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
 class WholeLoop(list[Callback]):
     """Callbacks of the method's whole loop: activations, mirror and servers in one Trainer."""
 
@@ -186,6 +201,16 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     ),
     "accumulate": (3, 1, {"model": {"optimizer": "adamw"}, "accumulate_grad_batches": 3}),
     "manual": (2, 1, {"model": {"optimizer": "sgd", "manual": True}}),
+    "search amid fit": (
+        2,
+        2,
+        {
+            "model": {"optimizer": "adamw"},
+            "callbacks": (SearchAmidFit,),
+            "max_epochs": 2,
+            "default_root_dir": ".",
+        },
+    ),
     "changed gradients": (2, 2, {"model": {"optimizer": "sgd"}, "callbacks": (ChangeGradients,)}),
 }
 
