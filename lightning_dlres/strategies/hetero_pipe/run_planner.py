@@ -49,11 +49,11 @@ from lightning_dlres.strategies.hetero_pipe.step.cutting import (
 )
 from lightning_dlres.strategies.hetero_pipe.step.evaluated_calls import EvaluatedCalls
 from lightning_dlres.strategies.hetero_pipe.step.module_search import (
-    UncutStepError,
+    UncutError,
     find_pipelined_module,
     require_layers,
 )
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import PipelinedStep
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import TRAINING_STEP
 from lightning_dlres.strategies.hetero_pipe.step.step_context import Pipelined, StepContext
 
 # Errors after which a plan without measurements serves.
@@ -149,32 +149,30 @@ class RunPlanner:
             return self._plan(trainer, previous)
         except NeedsCutStepError as error:
             if not self._may_cut_step:
-                raise
-            rank_zero_info(
-                f"dlres: training_step is cut into stages in the place of {path!r}. {error.reason}"
-            )
-            self._refused, refusal = error.reason, error.refusal
-        self._context.pipeline(PipelinedStep.of(self._module))
-        try:
-            return self._plan(trainer, previous)
-        except (UncutStepError, UnsupportedStepError) as error:
-            if refusal is None and not isinstance(error, UncutStepError):
-                raise
-            # Without the frames of its traceback, which hold tensors with graphs.
-            uncut: DlresError = error.with_traceback(None) if refusal is None else refusal
+                raise error.refusal or error from None
+            reason, failure = error.reason, error.refusal
+        owners = _owners(path)
+        others = [TRAINING_STEP, *owners] if failure is None else [*owners, TRAINING_STEP]
         cause: DlresError | None = None
-        for owner in _owners(path):
-            rank_zero_info(f"dlres: training_step cannot be cut; {owner!r} is cut into stages.")
+        for other in others:
+            name = other if other == TRAINING_STEP else repr(other)
+            rank_zero_info(f"dlres: {name} is cut into stages in the place of {path!r}. {reason}")
             # Reference cycles of the attempts before may hold graphs, which keep parameters from
             # moving.
             gc.collect()
-            self._context.pipeline(find_pipelined_module(self._module, owner))
-            self._uncut_reason = self._hint = self._refused = ""
+            self._context.pipeline(find_pipelined_module(self._module, other))
+            self._uncut_reason = self._hint = ""
+            self._refused = reason if other == TRAINING_STEP else ""
             try:
                 return self._plan(trainer, previous)
-            except (ConfigError, UnsupportedStepError) as error:
+            except (UncutError, UnsupportedStepError) as error:
+                if failure is None and not isinstance(error, (UncutError, NeedsCutStepError)):
+                    raise
+                # Without the frames of its traceback, which hold tensors with graphs.
                 cause = error.with_traceback(None)
-        raise uncut from cause
+                failure = failure or cause
+        assert failure is not None
+        raise failure from (None if cause is failure else cause)
 
     @property
     def _may_cut_step(self) -> bool:
@@ -388,17 +386,21 @@ class RunPlanner:
                 samples = [read.inputs, read.batches, read.microbatches, read.whole_batch]
                 read_or_error = [samples, None, None]
             except Exception as error:
+                shown: Exception = error
+                needs_cut = None
+                if isinstance(error, NeedsCutStepError):
+                    shown, needs_cut = error.refusal or error, error.to_tree()
                 # A plan without measurements may serve after these errors. Any other error comes
                 # from user code, and must be shown unless samples serve only the optional trial.
                 is_expected = is_lack_of_memory(error) or isinstance(error, _NO_SAMPLES)
-                read_or_error = [None, f"{type(error).__name__}: {error}", None]
-                if isinstance(error, NeedsCutStepError) and self._may_cut_step:
-                    read_or_error = [None, None, error.reason]
+                read_or_error = [None, f"{type(shown).__name__}: {shown}", None]
+                if needs_cut is not None and self._may_cut_step:
+                    read_or_error = [None, None, needs_cut]
                 elif will_measure and not is_expected:
-                    raise
+                    raise shown from None
         samples, reason, needs_cut = self._connection.broadcast(read_or_error, 0)
         if needs_cut is not None:
-            raise NeedsCutStepError(needs_cut, "")
+            raise NeedsCutStepError.from_tree(needs_cut)
         if reason is None:
             return ProfileSamples(*samples)
         self._uncut_reason = reason

@@ -441,7 +441,7 @@ def assert_raised_on_all_ranks(
         (
             NeverCallsNet,
             Samples,
-            UnsupportedStepError,
+            NeedsCutStepError,
             "exactly once in every step, got a step that returned without a call",
         ),
         (

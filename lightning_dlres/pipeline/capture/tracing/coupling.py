@@ -18,6 +18,7 @@ from lightning_dlres.pipeline.capture.block_calls import (
     without_graphs,
 )
 from lightning_dlres.pipeline.capture.captured import CapturedModule
+from lightning_dlres.pipeline.capture.crossing import without_objects
 from lightning_dlres.pipeline.capture.modes import TRAINING, device_of, seed_layer, trial
 from lightning_dlres.pipeline.capture.trace import AFTER_ALL, BLOCK, Value
 from lightning_dlres.pipeline.stage.microbatch import (
@@ -158,7 +159,7 @@ def _recorded_calls(captured: CapturedModule, inputs: Tree) -> dict[int, tuple[T
         num_calls[layer] += 1
         seed_layer(number)
         target = with_values(block, (args, kwargs))
-        arguments = [t.detach().clone() for t in tensors_of((args, kwargs))]
+        arguments = [t.detach().clone() for t in tensors_of(without_objects((args, kwargs)))]
         output = original_call(target, args, kwargs)
         calls[number] = arguments, map_tensors(lambda t: t.detach().clone(), output)
         return output if target is block else without_graphs(output, args, kwargs)
@@ -197,7 +198,8 @@ class _Replayed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call, self._call = self._call, self._call + self._count
         whole, output = self._calls[call]
-        pairs = list(zip(whole, tensors_of((args, kwargs)), strict=True))
+        own = tensors_of(without_objects((args, kwargs)))
+        pairs = list(zip(whole, own, strict=True))
         # Several rows of a sample may follow each other, or the samples of a view.
         by_view = not all(_is_part(t, w, self._part, self._samples) for w, t in pairs)
         if by_view and not all(

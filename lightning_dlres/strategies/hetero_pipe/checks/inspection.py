@@ -21,6 +21,7 @@ from lightning_dlres._compat import RECURRENT_CACHES
 from lightning_dlres.core import rng
 from lightning_dlres.core._compat import CALL
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.pipeline.capture.crossing import without_objects
 from lightning_dlres.pipeline.deferred.values import is_deferred, stand_in_values
 from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.pipeline.stage.module_attributes import HAS_COLLECTORS, MANAGED_ATTRIBUTES
@@ -144,6 +145,8 @@ class _LocalLayers:
     def run_one(self, layer: int, inputs: Tree, call: Layer) -> Tree:
         """Return the output of a layer that the step calls."""
         layers = self._context.pipelined.layers
+        # A cache of transformers would keep what the first of two runs has added to it.
+        inputs = without_objects(inputs)
         with self._guard.paused():
             homes = {tensor.device for tensor in tensors_of(inputs)} or {self._context.device}
             inputs = map_tensors(self._as_stage_input, inputs)

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_dlres._compat import compiled_names
 from lightning_dlres.core import rng
-from lightning_dlres.core.errors import DlresError, UnsupportedStepError
+from lightning_dlres.core.errors import ConfigError, DlresError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.pipeline.capture.captured import CapturedModule
 from lightning_dlres.pipeline.capture.tracing.coupling import (
@@ -23,6 +23,7 @@ from lightning_dlres.pipeline.execute.runtime import SKIPPED
 from lightning_dlres.pipeline.profile.config import ProfileSamples
 from lightning_dlres.pipeline.stage.layer_errors import explaining_single_samples
 from lightning_dlres.pipeline.stage.microbatch import samples_in
+from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
 from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import original_forward
 from lightning_dlres.strategies.hetero_pipe.step.step_context import Pipelined, StepContext
 from lightning_dlres.strategies.hetero_pipe.step.user_step import (
@@ -151,11 +152,17 @@ def module_inputs(context: StepContext, batch: Any) -> Tree:
 
     Raises:
         SkippedSamplesError: If `training_step` skips the batch.
+        NeedsCutStepError: If the inputs are no data.
     """
     step = LightningStep(context, context.trial_args(batch), keeps_batch=True, is_trial=True)
-    # The code before the call may run a backward of its own.
-    with torch.enable_grad():
-        inputs = step.module_inputs()
+    try:
+        # The code before the call may run a backward of its own.
+        with torch.enable_grad():
+            inputs = step.module_inputs()
+    except ConfigError as error:
+        # Layers of transformers take a cache, which the code of the model around them makes.
+        what, _, _ = str(error).partition(". ")
+        raise NeedsCutStepError(f"{what.rstrip('.')}.", "", error) from None
     if inputs is SKIPPED:
         raise SkippedSamplesError("training_step returned None for the first samples")
     return map_tensors(lambda t: t if t.grad_fn is None else t.detach(), inputs)

@@ -16,8 +16,8 @@ from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import TRAINING_STEP, PipelinedStep
 
 
-class UncutStepError(ConfigError):
-    """The training step cannot be cut into as many layers as are needed."""
+class UncutError(ConfigError):
+    """The training step, or a module, cannot be cut into as many layers as are needed."""
 
 
 def find_pipelined_module(
@@ -109,7 +109,7 @@ def require_layers(
         refused: Sentence that says why a module could not be cut in the place of the step.
 
     Raises:
-        ConfigError: If there are fewer layers than stages.
+        UncutError: If there are fewer layers than stages.
     """
     count = len(pipelined.layers.modules)
     if isinstance(pipelined, PipelinedStep) and (uncut_reason or count < stages):
@@ -121,14 +121,14 @@ def require_layers(
         ):
             kind += ", an nn.Sequential with a forward of its own"
         if uncut_reason:
-            raise ConfigError(
+            raise UncutError(
                 f"The pipelined module {pipelined.path!r} ({kind}) must be one that can be cut "
                 f"into {stages} stages, got one that cannot be cut: {uncut_reason} Or train it "
                 "whole on each device, with HeteroPipeStrategy(stages=1)."
             )
         # Stages must divide the number of devices, of which `stages` is a divisor.
         fitting = max(n for n in range(1, stages) if stages % n == 0 and n <= max(count, 1))
-        raise ConfigError(
+        raise UncutError(
             f"The pipelined module {pipelined.path!r} ({kind}) must have at least one layer for "
             f"each of the {stages} stages, got {count} layer{'s' if count != 1 else ''}. "
             f"Use devices={count}, HeteroPipeStrategy(stages={fitting}), or put more layers into "
@@ -155,7 +155,7 @@ def _uncut_step(
         f"HeteroPipeStrategy(module={names[0]!r}). All others are then not cut: every rank holds "
         "them whole."
     )
-    return UncutStepError(
+    return UncutError(
         f"{type(root).__name__}.training_step must be one that can be cut into stages, got one "
         f"that cannot be cut: {reason}{hint} {other_way}"
     )

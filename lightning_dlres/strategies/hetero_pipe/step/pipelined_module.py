@@ -167,12 +167,19 @@ class PipelinedModule:
     def cut_like(self, other: Any) -> PipelinedModule:
         """Return this module with the layers of another one, if that is the same module.
 
-        A step that an earlier run had to cut in the place of this module is returned.
+        A step, or a module around this one, that an earlier run had to cut in the place of this
+        module is returned.
         """
-        if getattr(other, "is_step", False) and other.module is self.layers.root:
+        root = self.layers.root
+        if getattr(other, "is_step", False) and other.module is root:
             return other  # type: ignore[no-any-return]
-        is_same = isinstance(other, PipelinedModule) and other.path == self.path
-        return other if is_same and other.module is self.module else self
+        is_same_or_around = (
+            isinstance(other, PipelinedModule)
+            and f"{self.path}.".startswith(f"{other.path}.")
+            and other.layers.root is root
+            and other.module is root.get_submodule(other.path)
+        )
+        return other if is_same_or_around else self
 
     @contextmanager
     def intercepted(self, handler: Handler) -> Iterator[None]:
@@ -322,10 +329,9 @@ class PipelinedModule:
         if num_calls:
             fix = f"Concatenate the inputs and call it once, or {CUT_THE_STEP}."
             return NeedsCutStepError(f"{rule} a second call.", fix)
-        return UnsupportedStepError(
-            f"{rule} a step that returned without a call. Name the module that it calls: "
-            "HeteroPipeStrategy(module='...')."
-        )
+        rule += " a step that returned without a call."
+        fix = "Name the module that it calls: HeteroPipeStrategy(module='...')."
+        return NeedsCutStepError(rule, fix, UnsupportedStepError(f"{rule} {fix}"))
 
 
 def _forward_attribute(module: nn.Module) -> str:

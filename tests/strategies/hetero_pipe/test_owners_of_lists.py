@@ -1,0 +1,108 @@
+"""Models whose list of layers cannot be the pipeline, while the model around it can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.rank_pool import RankContext, RankPool
+from tests.support.training_cases import (
+    Case,
+    Classifier,
+    batches,
+    differences_in,
+    no_differences_in,
+    trainer_for,
+)
+
+
+class Cache:
+    """Object that layers fill, as models of transformers give it to theirs."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+
+class CachingLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
+        if cache is not None:
+            cache.states.append(x)
+        return torch.tanh(self.linear(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 12)
+        self.layers = nn.ModuleList([CachingLayer() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Cache]:
+        cache, hidden = Cache(), self.stem(x)
+        for layer in self.layers:
+            hidden = layer(hidden, cache)
+        return hidden, cache
+
+
+class WithHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder, self.head = Decoder(), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.decoder(x)[0])
+        return out
+
+
+class Caching(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = WithHead()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def val_dataloader(self) -> Any:
+        return batches()
+
+
+CASES = {
+    "gpipe": Case(Caching, "gpipe", options={"plan": None}),
+    "1f1b": Case(Caching, "1f1b", options={"plan": None}),
+}
+
+
+def test_the_model_around_layers_that_take_an_object_is_cut(pool: RankPool) -> None:
+    assert pool.run(differences_in, 2, CASES) == no_differences_in(CASES)
+
+
+def evaluate_after_training(context: RankContext | None) -> tuple[float, str]:
+    """Train, validate and train on; return the last metric, and the first and last layers."""
+    model, names = Caching(), ""
+    trainer = trainer_for(context, **({} if context is None else {"plan": None}))
+    trainer.fit(model, batches())
+    (metrics,) = trainer.validate(model, verbose=False)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(model, batches())
+    if context is not None:
+        layers = trainer.strategy.plan.layers  # type: ignore[attr-defined]
+        names = f"{layers[0].name} .. {layers[-1].name}"
+    return metrics["validated"] + float(trainer.callback_metrics["validated"]), names
+
+
+def test_the_model_stays_cut_in_later_runs(pool: RankPool) -> None:
+    (plain,) = pool.run(evaluate_after_training_plainly, 1)
+    for value, names in pool.run(evaluate_after_training, 2):
+        assert names == "net.decoder.stem .. net.decoder.layers.3"
+        assert abs(value - plain) < 1e-5
+
+
+def evaluate_after_training_plainly(context: RankContext) -> float:
+    return evaluate_after_training(None)[0]
