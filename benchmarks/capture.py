@@ -3,6 +3,7 @@
     python -m benchmarks.capture                         all models, two stages
     python -m benchmarks.capture --quick                 a covering dozen
     python -m benchmarks.capture --models gpt2,t5 --stages 3 --schedule gpipe
+    python -m benchmarks.capture --unnamed --without-peer     our strategy chooses what is cut
     python -m benchmarks.capture --table docs/capture_table.md
 
 Each model of `benchmarks.support.capture_models` is trained for 20 steps: plainly by a Trainer on
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "stages": chosen.stages,
         "schedule": chosen.schedule,
         "even": chosen.even,
+        "unnamed": chosen.unnamed,
         "steps": chosen.steps,
         "all": total,
         "by_family": by_family(rows),
@@ -125,6 +127,7 @@ def measured(runner: Runner, name: str, family: str, chosen: argparse.Namespace)
             stages=chosen.stages,
             schedule=chosen.schedule,
             is_even=chosen.even,
+            is_named=not chosen.unnamed,
             steps=chosen.steps,
         )
         plain = runner.run(PLAIN, task, 1, chosen.deadline)
@@ -191,6 +194,9 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--even", action="store_true", help="cut ours where the peer is cut, not by a plan"
     )
+    parser.add_argument(
+        "--unnamed", action="store_true", help="without module=, as our strategy chooses"
+    )
     parser.add_argument("--steps", type=int, default=20, help="training steps")
     parser.add_argument("--without-peer", action="store_true", help="train only plainly and ours")
     parser.add_argument("--peer-errors", action="store_true", help="print the peer's tracebacks")
@@ -211,6 +217,7 @@ def _settings(chosen: argparse.Namespace) -> str:
     return (
         f"{date.today()} · {hardware()} · {libraries} · {chosen.stages} stages, "
         f"schedule `{chosen.schedule}`, {'even cuts' if chosen.even else 'cuts by the plan'}, "
+        f"{'what is cut chosen by the strategy' if chosen.unnamed else 'the whole model cut'}, "
         f"{chosen.steps} steps"
     )
 

@@ -53,7 +53,7 @@ def main() -> None:
             stages=task.stages,
             microbatches=microbatches(module.reference),
             schedule=task.schedule,  # type: ignore[arg-type]
-            module="net",
+            module="net" if task.is_named else None,
             profile=_PROFILE,
             plan=even_plan(task, batches[0]) if task.is_even else None,
             timeout=_TIMEOUT,

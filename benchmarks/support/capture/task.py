@@ -51,6 +51,7 @@ class Task:
         stages: Number of stages, and of processes of a pipeline.
         schedule: Schedule of our pipeline.
         is_even: True cuts ours into equal numbers of layers, and not by a plan.
+        is_named: False lets our strategy choose what is cut; True names the whole model.
         is_cut: True trains plainly on micro-batches, also where whole batches are the reference.
         steps: Number of steps.
     """
@@ -61,6 +62,7 @@ class Task:
     stages: int = 2
     schedule: str = "auto"
     is_even: bool = False
+    is_named: bool = True
     is_cut: bool = False
     steps: int = 20
 

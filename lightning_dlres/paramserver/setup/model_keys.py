@@ -124,5 +124,6 @@ def _check_parameters(
         if not parameter.is_floating_point():
             raise ConfigError(
                 f"parameters must have a floating-point dtype for a parameter server, got {name} "
-                f"of {parameter.dtype}. Register it as a buffer."
+                f"of {parameter.dtype}. Use a real parameter with a last dimension of 2, and "
+                "torch.view_as_complex of it."
             )

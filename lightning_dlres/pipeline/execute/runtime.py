@@ -232,7 +232,8 @@ class Runtime:
             raise UnsupportedStepError(
                 f"{self.plan.rank_name(self.rank)} is {place}, and "
                 f"{self.plan.rank_name(announcer)} is {expected_place}. The pipelined module must "
-                "be called on all ranks or on none. Call it without a condition on the rank."
+                "be called on all ranks or on none. Call it without a condition on the rank. Code "
+                "that sets trainer.should_stop must do so on all ranks."
             )
         if expected_digest != batch_digest:
             raise BatchMismatchError(
