@@ -340,9 +340,8 @@ class RunPlanner:
             rank_zero_info(state_warning)
         refusal = self._first_of_ranks(inspection.refusal)
         if refusal is not None:
-            if self._may_cut_step:
-                raise NeedsCutStepError(refusal, "", UnsupportedStepError(refusal))
-            raise UnsupportedStepError(refusal)
+            error = UnsupportedStepError(refusal)
+            raise NeedsCutStepError.instead_of(error) if self._may_cut_step else error
         needs_cut = self._first_of_ranks(inspection.needs_cut) if self._may_cut_step else None
         if needs_cut is not None:
             raise NeedsCutStepError(needs_cut, "")

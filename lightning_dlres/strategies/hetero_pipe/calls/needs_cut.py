@@ -22,6 +22,12 @@ class NeedsCutStepError(UnsupportedStepError):
         super().__init__(f"{reason} {fix}")
         self.reason, self.refusal = reason, refusal
 
+    @classmethod
+    def instead_of(cls, refusal: DlresError) -> NeedsCutStepError:
+        """Return the error for a refusal that holds only while these layers are the pipeline."""
+        sentence, _, _ = str(refusal).partition(". ")
+        return cls(f"{sentence.rstrip('.')}.", "", refusal)
+
     def to_tree(self) -> list[str]:
         """Return the error as plain data, for other ranks."""
         kind = type(self.refusal).__name__ if self.refusal is not None else ""

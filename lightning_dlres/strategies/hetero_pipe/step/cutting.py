@@ -161,8 +161,7 @@ def module_inputs(context: StepContext, batch: Any) -> Tree:
             inputs = step.module_inputs()
     except ConfigError as error:
         # Layers of transformers take a cache, which the code of the model around them makes.
-        what, _, _ = str(error).partition(". ")
-        raise NeedsCutStepError(f"{what.rstrip('.')}.", "", error) from None
+        raise NeedsCutStepError.instead_of(error) from None
     if inputs is SKIPPED:
         raise SkippedSamplesError("training_step returned None for the first samples")
     return map_tensors(lambda t: t if t.grad_fn is None else t.detach(), inputs)
