@@ -30,6 +30,7 @@ from lightning_dlres.paramserver.execute.worker.push_codecs import SavedPushes
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
 from lightning_dlres.paramserver.report.server_report import ServerReport
 from lightning_dlres.paramserver.setup.config import EMBEDDED, ParameterServerConfig
+from lightning_dlres.paramserver.setup.initial_values import broadcast_from_rank_0
 from lightning_dlres.paramserver.setup.model_keys import ModelKeys, keys_of
 from lightning_dlres.paramserver.setup.optimizer_states import (
     fill_state,
@@ -40,7 +41,6 @@ from lightning_dlres.strategies.connection import Connection, announcing_failure
 from lightning_dlres.strategies.few_bits import unwrapped, warn_about_few_bits
 from lightning_dlres.strategies.lazy_parameters import refuse_lazy_parameters
 from lightning_dlres.strategies.parameter_server.clipping import Clipping, trainer_bounds
-from lightning_dlres.strategies.parameter_server.initial_values import broadcast_from_rank_0
 from lightning_dlres.strategies.parameter_server.remote_update import RemoteUpdates
 from lightning_dlres.strategies.parameter_server.server_hosting import (
     HostedServers,
