@@ -34,7 +34,8 @@ class Settings:
     Attributes:
         task: Sizes that differ from the defaults of the model's `Task`.
         microbatches: Number of micro-batches in the comparison.
-        swept: Further settings of the peer, as (micro-batches, threads).
+        swept: Further settings of the peer, as (micro-batches, threads). A host has one core: with
+            two threads, two steps did not end within 200 s.
         matrix: Numbers of micro-batches for which the matrix checks predicted step times.
         warmup: Number of first steps, which do not count.
         after_planning: Number of steps right after planning that are compared with the prediction.
@@ -53,7 +54,7 @@ class Settings:
 
     task: dict[str, int] = field(default_factory=dict)
     microbatches: int = 16
-    swept: tuple[tuple[int, int], ...] = ((8, 1), (32, 1), (16, 2))
+    swept: tuple[tuple[int, int], ...] = ((8, 1), (32, 1))
     matrix: tuple[int, ...] = (4, 8, 16)
     warmup: int = 5
     after_planning: int = 10
