@@ -43,7 +43,7 @@ _MARGIN_SECONDS = 5.0
 # the data set and does not depend on the storage.
 _MIN_ANSWER_SECONDS = 60.0
 # Seconds that processes of an earlier job have to leave the cache, and seconds between two attempts
-# to begin an epoch meanwhile.
+# to begin an epoch while they are there.
 _TAKEN_SECONDS, _RETRY_SECONDS = 5.0, 0.05
 # Seconds that the cache has to confirm a leave.
 _LEAVE_SECONDS = 2.0
