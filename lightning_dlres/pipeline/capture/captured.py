@@ -18,6 +18,7 @@ from lightning_dlres.pipeline.capture.running import SegmentRun
 from lightning_dlres.pipeline.capture.segment_state import OpenStep
 from lightning_dlres.pipeline.capture.trace import Trace
 from lightning_dlres.pipeline.stage.microbatch import parted
+from lightning_dlres.pipeline.stage.module_attributes import are_identical
 
 # Called with the index of a layer before it runs, such as to seed its random numbers.
 BeforeLayer = Callable[[int], None]
@@ -60,12 +61,18 @@ class CapturedModule:
         self.shared_parameters = tuple(map(tuple, shared_parameters))
         self._paths, self._shapes, self.step = paths, ShapeInference(), step
         self._block_parameters = frozenset(id(p) for b in self.blocks for p in b.parameters())
+        self._submodules = tuple(module.modules())
 
     def with_step(self, step: OpenStep) -> CapturedModule:
         """Return the same layers for the step of another run."""
         other = copy(self)
         other.step = step
         return other
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether the module has the same submodules as when it was captured."""
+        return are_identical(tuple(self.module.modules()), self._submodules)
 
     @property
     def is_step(self) -> bool:

@@ -47,6 +47,11 @@ class ModelLayers:
     container: str | None = None
     shared: tuple[tuple[nn.Parameter, ...], ...] = ()
 
+    def are_present(self) -> bool:
+        """Return whether the root still has these layers by these names."""
+        modules = dict(self.root.named_modules(remove_duplicate=False))
+        return all(modules.get(n) is m for n, m in zip(self.names, self.modules, strict=True))
+
     def layer_of(self, name: str) -> int | None:
         """Return the index of the layer to which a parameter, buffer or state dict key belongs;
         None for those outside of the layers.

@@ -34,6 +34,8 @@ from lightning_dlres.prefetch.cache.messages import Begin, HostConfig
 from lightning_dlres.prefetch.cache.samples import Regions, Samples
 from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
 
+# Variables by which launchers tell jobs apart. All ranks of a job have the same values.
+_JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_PORT")
 # Seconds that the background thread waits for a message before its other tasks.
 _POLL_SECONDS = 0.5
 # Seconds that a batch may take beyond the timeout of the storage. The storage's error says more,
@@ -121,7 +123,7 @@ class CacheClient:
             EpochTakenError: If other processes use this epoch_id for another epoch.
         """
         epoch_id = next(self._epoch_ids)
-        begin = Begin(epoch_id=epoch_id, **arguments)
+        begin = Begin(epoch_id=epoch_id, job=_job(), **arguments)
         with self._lock:
             # The cache delivers no more batches of the epoch before.
             self._pending.clear()
@@ -352,3 +354,7 @@ class CacheClient:
             self._answers.clear()
         for future in waiting:
             future.set_exception(error)
+
+
+def _job() -> str:
+    return " ".join(os.environ.get(name, "") for name in _JOB_VARIABLES)

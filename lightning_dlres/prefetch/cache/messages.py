@@ -122,6 +122,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
         batch: Number of samples in one batch of a rank, for the tail rule.
         tail: Tail rule, see `ShardSpec`.
         has_next: True if another epoch follows, which may be prefetched.
+        job: Text that tells jobs apart, where the launcher gives one.
     """
 
     epoch_id: _Count
@@ -135,6 +136,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     batch: _Batch
     tail: Tail
     has_next: bool
+    job: str = ""
 
     def __post_init__(self) -> None:
         local = self.local_ranks

@@ -114,6 +114,8 @@ class RunPlanner:
         # Sentences for messages, or empty: why the pipelined module's own code was not cut, how to
         # cut more of a step, and why the step is cut in the place of a module.
         self._uncut_reason = self._hint = self._refused = ""
+        # Whether other modules are tried in the place of the one that was chosen first.
+        self._tries_others = False
 
     @property
     def _pipelined(self) -> Pipelined:
@@ -160,10 +162,11 @@ class RunPlanner:
             # Reference cycles of the attempts before may hold graphs, which keep parameters from
             # moving.
             gc.collect()
-            self._context.pipeline(find_pipelined_module(self._module, other))
             self._uncut_reason = self._hint = ""
             self._refused = reason if other == TRAINING_STEP else ""
+            self._tries_others = True
             try:
+                self._context.pipeline(_found(self._module, other))
                 return self._plan(trainer, previous)
             except (UncutError, UnsupportedStepError) as error:
                 if failure is None and not isinstance(error, (UncutError, NeedsCutStepError)):
@@ -389,6 +392,9 @@ class RunPlanner:
                 needs_cut = None
                 if isinstance(error, NeedsCutStepError):
                     shown, needs_cut = error.refusal or error, error.to_tree()
+                elif isinstance(error, UnsupportedStepError) and self._tries_others:
+                    # All ranks must go on to the next attempt.
+                    needs_cut = NeedsCutStepError.instead_of(error).to_tree()
                 # A plan without measurements may serve after these errors. Any other error comes
                 # from user code, and must be shown unless samples serve only the optional trial.
                 is_expected = is_lack_of_memory(error) or isinstance(error, _NO_SAMPLES)
@@ -408,6 +414,13 @@ class RunPlanner:
         else:
             _log_untried_step(reason)
         return None
+
+
+def _found(root: LightningModule, path: str) -> Pipelined:
+    try:
+        return find_pipelined_module(root, path)
+    except ConfigError as error:
+        raise UncutError(str(error)) from error
 
 
 def _owners(path: str) -> list[str]:

@@ -87,6 +87,31 @@ def test_a_job_waits_for_the_processes_of_an_earlier_one(
     assert delivered.result(60) == orders(seed)
 
 
+def test_a_job_does_not_join_an_epoch_that_only_other_ranks_of_an_earlier_one_have_begun(
+    stack: ExitStack,
+    folder: Path,
+    background: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = CountingClock()
+    monkeypatch.setattr(client, "time", clock)
+    ranks = [Ranks(rank, 2, (0, 1)) for rank in range(2)]
+    monkeypatch.setenv("MASTER_PORT", "1")
+    earlier = [open_loader(stack, folder, "joined", rank) for rank in ranks]
+    assert len({loader.client.joined.pid for loader in earlier}) == 1
+    begun = start(earlier[1], 0)
+    monkeypatch.setenv("MASTER_PORT", "2")
+    later = [open_loader(stack, folder, "joined", rank) for rank in ranks]
+    _ = [loader.client for loader in later]
+    first = background.submit(start, later[0], 0)
+    wait_until(lambda: clock.pauses > 0, "the later job has been refused an epoch")
+    del begun
+    for loader in earlier:
+        loader.close()
+    first.result(60)
+    start(later[1], 0)
+
+
 def test_an_epoch_of_an_earlier_job_that_has_left_is_not_continued(
     stack: ExitStack, folder: Path
 ) -> None:

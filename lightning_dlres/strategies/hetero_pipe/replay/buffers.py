@@ -154,7 +154,7 @@ class NonPipelinedBuffers:
             buffers, not_persistent = registered_buffers(module)
             # Start anew, so that the order is restored too: the state dict shows it. The buffers of
             # a ScriptModule cannot be cleared, but have the same names forever.
-            if list(buffers) != keys[path]:
+            if list(buffers.keys()) != keys[path]:
                 buffers.clear()
                 not_persistent.clear()
         for name, state in before.items():

@@ -34,6 +34,11 @@ from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.microbatch import output_of
 from lightning_dlres.pipeline.stage.module_attributes import are_identical
 from lightning_dlres.pipeline.stage.stage import Chain, Layer
+from lightning_dlres.strategies.hetero_pipe.calls.changed_arguments import (
+    ArgumentChanges,
+    given_back,
+    with_changes,
+)
 from lightning_dlres.strategies.hetero_pipe.calls.modes import CallModes
 from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
 from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import (
@@ -172,14 +177,22 @@ class PipelinedModule:
         """
         root = self.layers.root
         if getattr(other, "is_step", False) and other.module is root:
-            return other  # type: ignore[no-any-return]
+            return other if other.layers.are_present() else self  # type: ignore[no-any-return]
         is_same_or_around = (
             isinstance(other, PipelinedModule)
             and f"{self.path}.".startswith(f"{other.path}.")
             and other.layers.root is root
             and other.module is root.get_submodule(other.path)
         )
-        return other if is_same_or_around else self
+        return other if is_same_or_around and other.has_present_layers else self
+
+    @property
+    def has_present_layers(self) -> bool:
+        """Whether the module has the same layers as when this object was made."""
+        if has_several_layers(self.module):
+            return are_identical(list(self.module.children()), self.layers.modules)
+        is_up_to_date = self.captured is None or self.captured.is_up_to_date
+        return is_up_to_date and self.layers.are_present()
 
     @contextmanager
     def intercepted(self, handler: Handler) -> Iterator[None]:
@@ -199,8 +212,12 @@ class PipelinedModule:
             with original_forward(targets, attribute):
                 return handler(inputs)
 
+        def handle_list(inputs: Tree) -> Tree:
+            _, args, kwargs = inputs
+            return given_back(handle(inputs), args, kwargs)
+
         if isinstance(self.module, nn.ModuleList):
-            forwards = list_forwards(self.path, len(targets), handle)
+            forwards = list_forwards(self.path, len(targets), handle_list)
         elif is_plain_sequential(self.module):
             forwards = [_sequential_forward(self.path, handle)]
         else:
@@ -407,7 +424,8 @@ class _CapturedLayer:
 
 
 class _ListMember:
-    """A member of a pipelined list as one layer; its input tree is (first argument, args, kwargs).
+    """A member of a pipelined list as one layer; its input tree is (first argument, args, kwargs,
+    and the positions of those that earlier members have changed).
 
     Its output is the first argument of the next member, which also gets the same other arguments.
 
@@ -420,7 +438,11 @@ class _ListMember:
         self.role = "last" if is_last else ""
 
     def __call__(self, inputs: Tree) -> Tree:
-        first, args, kwargs = inputs
+        first, args, kwargs, *earlier = inputs
+        changes = ArgumentChanges(args, kwargs)
         with original_forward([self._module], _compat.CALL):
             output = self._module(first, *args, **kwargs)
-        return output if self._is_last else (output, args, kwargs)
+        changed = [*dict.fromkeys([*(earlier[0] if earlier else ()), *changes.positions()])]
+        if self._is_last:
+            return with_changes(output, args, kwargs, changed)
+        return (output, args, kwargs, changed) if changed else (output, args, kwargs)

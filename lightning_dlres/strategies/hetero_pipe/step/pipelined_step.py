@@ -99,7 +99,7 @@ class PipelinedStep:
 
     def cut_like(self, other: Any) -> PipelinedStep:
         is_same = type(other) is PipelinedStep and other.module is self.module
-        return other if is_same else self
+        return other if is_same and other.layers.are_present() else self
 
     @contextmanager
     def intercepted(self, handler: Handler) -> Iterator[None]:
