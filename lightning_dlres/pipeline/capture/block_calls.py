@@ -66,9 +66,18 @@ def call_collectors(block: nn.Module, args: Any, output: Any) -> None:
 
     Call this where the block does not run, with placeholders: that code runs there, too.
     """
-    for hook in forward_hooks(block):
-        if getattr(hook, "__module__", "") in _COLLECTORS:
-            hook(block, args, output)
+    for hook in _collectors(block):
+        hook(block, args, output)
+
+
+def has_collectors(block: nn.Module) -> bool:
+    """Return whether a block has hooks that `call_collectors` calls."""
+    return bool(_collectors(block))
+
+
+def _collectors(block: nn.Module) -> list[Callable[..., Any]]:
+    hooks = forward_hooks(block)
+    return [hook for hook in hooks if getattr(hook, "__module__", "") in _COLLECTORS]
 
 
 def with_values(block: nn.Module, arguments: Any) -> nn.Module:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
 
 from torch import nn
 
+from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.capture.crossing import Returned
+from lightning_dlres.pipeline.capture.forms import form_of
 from lightning_dlres.pipeline.capture.modes import TRAINING, Mode, device_of, mode_of
 from lightning_dlres.pipeline.capture.paths import Paths
 from lightning_dlres.pipeline.capture.placeholders.shape_inference import ShapeInference
+from lightning_dlres.pipeline.capture.placeholders.skeleton import Skeleton
 from lightning_dlres.pipeline.capture.running import SegmentRun
 from lightning_dlres.pipeline.capture.segment_state import OpenStep
 from lightning_dlres.pipeline.capture.trace import Trace
@@ -73,6 +76,32 @@ class CapturedModule:
     def is_up_to_date(self) -> bool:
         """Whether the module has the same submodules as when it was captured."""
         return are_identical(tuple(self.module.modules()), self._submodules)
+
+    def form(self, inputs: Tree, sizes: Collection[int]) -> object:
+        """Return what decides whether `accepts` is true for a call.
+
+        Args:
+            inputs: (args, kwargs) of a call of the module.
+            sizes: Samples of its micro-batches.
+        """
+        kinds = sorted({size == 1 for size in sizes})
+        return mode_of(self.module), form_of(Skeleton.of(inputs)), tuple(kinds)
+
+    def accepts(self, inputs: Tree, sizes: Collection[int]) -> bool:
+        """Return whether the module is known to run with arguments of this form.
+
+        Args:
+            inputs: (args, kwargs) of a call of the module.
+            sizes: Samples of its micro-batches.
+        """
+        several, single = self._paths[mode_of(self.module)]
+        paths = {single if size == 1 else several for size in sizes}
+        try:
+            for one in paths:
+                one.for_inputs(Skeleton.of(inputs), sum(sizes))
+        except UnsupportedStepError:
+            return False
+        return True
 
     @property
     def is_step(self) -> bool:

@@ -7,7 +7,7 @@ tensors. So a checkpoint does not depend on the number of stages that wrote it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -182,9 +182,52 @@ def restore_whole_model(
         _restore_whole_model(layers, owners, plan, mailbox)
 
 
+def fill_remote_tensors(
+    layers: ModelLayers,
+    owners: Owners,
+    plan: PipelinePlan,
+    mailbox: Mailbox,
+    device: torch.device,
+) -> None:
+    """Give every rank the values of its remote parameters and buffers, on a device.
+
+    Called by all ranks. What a rank holds stays as it is.
+    """
+    with recurrent_weights_released(layers.root):
+        for values in _values_of_stages(layers, owners, plan, mailbox):
+            parameters = dict(layers.root.named_parameters())
+            buffers = dict(layers.root.named_buffers(remove_duplicate=False))
+            for name, value in values.items():
+                parameter = parameters.get(name)
+                if parameter is None and (name not in buffers or buffers[name].is_meta):
+                    _set_buffer(layers.root, name, value.to(device, copy=True))
+                elif parameter is not None and parameter.is_meta:
+                    replace_storage(parameter, value.to(device, copy=True))
+
+
 def _restore_whole_model(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox
 ) -> None:
+    for values in _values_of_stages(layers, owners, plan, mailbox):
+        parameters = dict(layers.root.named_parameters())
+        for name, value in values.items():
+            if name not in parameters:
+                _set_buffer(layers.root, name, value.clone())
+            elif parameters[name].is_meta:
+                replace_storage(parameters[name], value.clone())
+            else:
+                parameters[name].data = parameters[name].data.cpu()
+
+
+def _set_buffer(root: nn.Module, name: str, value: Tensor) -> None:
+    module_name, _, key = name.rpartition(".")
+    setattr(root.get_submodule(module_name), key, value)
+
+
+def _values_of_stages(
+    layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the parameters and buffers of one stage after the other, by name, on the CPU."""
     # The stage of a module's first layer.
     first_stage: dict[nn.Module, int] = {}
     for index, layer in enumerate(layers.modules):
@@ -202,18 +245,9 @@ def _restore_whole_model(
                 if isinstance(tensor, nn.Parameter)
                 or first_stage.get(modules[name.rpartition(".")[0]], 0) == stage
             }
-        values = mailbox.broadcast(
+        yield mailbox.broadcast(
             source, Channel.STATE, ("whole", stage), own_values, "the trained weights"
         )
-        parameters = dict(layers.root.named_parameters())
-        for name, value in values.items():
-            if name not in parameters:
-                module_name, _, key = name.rpartition(".")
-                setattr(layers.root.get_submodule(module_name), key, value.clone())
-            elif parameters[name].is_meta:
-                replace_storage(parameters[name], value.clone())
-            else:
-                parameters[name].data = parameters[name].data.cpu()
 
 
 def _source_rank(layer: int | None, plan: PipelinePlan) -> int:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_dlres.core.comm.gathered_on_disk import gather_on_disk
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.execute.partition import has_meta_tensors
+from lightning_dlres.pipeline.execute.partition import has_meta_tensors, resident_parameter_bytes
 from lightning_dlres.pipeline.execute.sharded_checkpoint import (
     REST,
     ShardedCheckpoint,
@@ -21,6 +21,7 @@ from lightning_dlres.pipeline.execute.sharded_checkpoint import (
     save_sharded,
 )
 from lightning_dlres.pipeline.execute.states import with_entries
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.strategies.connected_strategy import ConnectedStrategy
 from lightning_dlres.strategies.hetero_pipe.deployment import Deployment, load_sharded_model
 
@@ -43,6 +44,21 @@ class PartitionedStrategy(ConnectedStrategy):
         self._saves_shards = saves_shards
         self._deployment: Deployment | None = None
         self._saved_residuals: dict[str, Any] | None = None
+
+    @property
+    def plan(self) -> PipelinePlan | None:
+        """Plan of the current or last run; None before the first."""
+        return self._deployment.plan if self._deployment is not None else None
+
+    @property
+    @override
+    def _has_run(self) -> bool:
+        return self._deployment is not None
+
+    @property
+    def resident_parameter_bytes(self) -> int:
+        """Bytes of parameters that this rank holds."""
+        return resident_parameter_bytes(self._module)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -27,6 +27,7 @@ from lightning_dlres.strategies.hetero_pipe.step.step_context import SplitBatch
 
 Replicas = tuple[tuple[int, ...], ...]
 Recompute = Literal["auto", "never", "always"]
+Evaluation = Literal["auto", "stages", "whole"]
 MemoryLimit = int | str | Sequence[int | str] | None
 RECOMPUTE = ("auto", "never", "always")
 GPU_TRANSFERS = ("host", "nccl")
@@ -74,6 +75,7 @@ class PipeOptions:
     recompute: Recompute = "auto"
     gradient_codec: str | None = None
     gpu_transfers: Literal["host", "nccl"] = "host"
+    evaluation: Evaluation = "auto"
     deferred_init: bool = False
     save_distributed_checkpoint: bool = False
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -116,6 +118,7 @@ class PipeOptions:
             fix = "gradient_codec='int8'"
             raise ConfigError(got_expected("gradient_codec", self.gradient_codec, rule, fix))
         one_of("gpu_transfers", self.gpu_transfers, GPU_TRANSFERS, "gpu_transfers='host'")
+        one_of("evaluation", self.evaluation, get_args(Evaluation), "evaluation='auto'")
         for name in ("deferred_init", "save_distributed_checkpoint"):
             instance(name, getattr(self, name), (bool,), "True or False", f"{name}=True")
         instance(

@@ -38,6 +38,7 @@ from lightning_dlres.strategies.hetero_pipe.data.loader_copy import NoCopyError
 from lightning_dlres.strategies.hetero_pipe.data.profile_samples import (
     read_samples,
 )
+from lightning_dlres.strategies.hetero_pipe.evaluation.evaluated_calls import EvaluatedCalls
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
 from lightning_dlres.strategies.hetero_pipe.profiled_model import gradient_copies, profiled_model
 from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import untracked_state_warning
@@ -47,7 +48,6 @@ from lightning_dlres.strategies.hetero_pipe.step.cutting import (
     cut_on_samples,
     with_inputs,
 )
-from lightning_dlres.strategies.hetero_pipe.step.evaluated_calls import EvaluatedCalls
 from lightning_dlres.strategies.hetero_pipe.step.module_search import (
     UncutError,
     find_pipelined_module,

@@ -32,6 +32,8 @@ from lightning_dlres.pipeline.stage.stage import Stage
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.few_bits import warn_about_few_bits
 from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
+from lightning_dlres.strategies.hetero_pipe.evaluation.evaluator import Evaluator
+from lightning_dlres.strategies.hetero_pipe.evaluation.whole_model import WholeModel
 from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import may_drop_old_gradients
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
@@ -149,9 +151,18 @@ def make_runner(
     context.gradients.are_zeroed = lambda: may_drop_old_gradients(
         deployment.module.trainer, deployment.module
     )
+    limit = options.memory_limit_of(connection.rank, connection.world_size)
+    evaluator = Evaluator(
+        context,
+        WholeModel(deployment, limit),
+        options.evaluation,
+        connection.any_rank,
+        runtime.microbatches,
+    )
     runner = StepRunner(
         context,
         runtime,
+        evaluator,
         schedule=options.first_schedule,
         may_change_schedule=options.schedule == AUTO,
         seed=deployment.seed,
@@ -161,7 +172,7 @@ def make_runner(
         update_trainable=_TrainableUpdater(deployment, runtime, make_sync).update,
     )
     # Calls outside of steps (a summary, generated samples) go through the pipeline on all ranks.
-    undo.enter_context(context.pipelined.intercepted(runner.forward))
+    undo.enter_context(context.pipelined.intercepted(runner.answer, evaluator.runs_here))
     return runner
 
 

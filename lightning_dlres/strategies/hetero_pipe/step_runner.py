@@ -28,6 +28,7 @@ from lightning_dlres.strategies.hetero_pipe.checks.loss_check import (
     reason_in_fingerprints,
     reason_in_records,
 )
+from lightning_dlres.strategies.hetero_pipe.evaluation.evaluator import Evaluator
 from lightning_dlres.strategies.hetero_pipe.replay.layer_calls import LayerCalls
 from lightning_dlres.strategies.hetero_pipe.replay.logs import logs_in
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.attribute_changes import (
@@ -37,7 +38,6 @@ from lightning_dlres.strategies.hetero_pipe.step.normalisers import doubt_about_
 from lightning_dlres.strategies.hetero_pipe.step.output_without_gradient import (
     raising_in_backward,
 )
-from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import PipelinedWeightGuard
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 
@@ -63,6 +63,7 @@ class StepRunner:
     Args:
         context: Context of the user's steps.
         runtime: This rank's part of the pipeline.
+        evaluator: Runs steps and calls outside of training.
         schedule: Name of the schedule with which the run begins.
         may_change_schedule: Whether GPipe may replace it where the loss requires that.
         seed: Base seed of the layers' random numbers.
@@ -77,6 +78,7 @@ class StepRunner:
         self,
         context: StepContext,
         runtime: Runtime,
+        evaluator: Evaluator,
         *,
         schedule: str,
         may_change_schedule: bool,
@@ -87,6 +89,7 @@ class StepRunner:
         update_trainable: Callable[[], None],
     ) -> None:
         self.context, self.runtime, self.seed = context, runtime, seed
+        self.evaluator = evaluator
         self._barrier, self._log_rank_zero = barrier, log_rank_zero
         self._on_schedule_change = on_schedule_change
         self._update_trainable = update_trainable
@@ -121,6 +124,7 @@ class StepRunner:
             batch: Index of the batch since the start of training; part of the random seed.
             scale: Factor by which the gradient scaler multiplies the loss; 1.0 without a scaler.
         """
+        self.evaluator.whole.release()
         self._update_trainable()
         with self.runtime.tracer.span("step", "step", batch=batch):
             return self._train(args, batch, scale)
@@ -173,18 +177,11 @@ class StepRunner:
             hook: Bound method of the LightningModule, such as `validation_step`.
             args: Arguments of the hook; the first is the batch.
         """
-        fingerprint = digest(args[0])
+        return self.evaluator.run(hook, args, self.forward, digest(args[0]))
 
-        def forward(inputs: Tree, layer: int | None = None) -> Tree:
-            return self.forward(inputs, layer, fingerprint)
-
-        intercepted = self.context.pipelined.intercepted(forward)
-        with (
-            self.context.precision(),
-            PipelinedWeightGuard(self.context.layer_tensors, self.context.module),
-            intercepted,
-        ):
-            return hook(*args)
+    def answer(self, inputs: Tree, layer: int | None = None) -> Tree:
+        """Answer a call of the pipelined module outside of steps; called by all ranks."""
+        return self.evaluator.answer(inputs, layer, forward=self.forward)
 
     def forward(
         self, inputs: Tree, layer: int | None = None, fingerprint: int | None = None

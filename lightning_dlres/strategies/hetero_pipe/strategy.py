@@ -24,7 +24,7 @@ from lightning_dlres import _compat
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.deferred.recording import deferred_init as deferred
 from lightning_dlres.pipeline.execute.optimizers import set_state_device
-from lightning_dlres.pipeline.execute.partition import has_meta_tensors, resident_parameter_bytes
+from lightning_dlres.pipeline.execute.partition import has_meta_tensors
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
@@ -32,7 +32,12 @@ from lightning_dlres.strategies.hetero_pipe.checkpoints import PartitionedStrate
 from lightning_dlres.strategies.hetero_pipe.data.loaders import share_loader, unsharded_loaders
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
 from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
-from lightning_dlres.strategies.hetero_pipe.options import MemoryLimit, PipeOptions, Recompute
+from lightning_dlres.strategies.hetero_pipe.options import (
+    Evaluation,
+    MemoryLimit,
+    PipeOptions,
+    Recompute,
+)
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
 from lightning_dlres.strategies.hetero_pipe.precision import (
     enabled_scaler,
@@ -95,6 +100,9 @@ class HeteroPipeStrategy(PartitionedStrategy):
             tied parameters or outside of the layers are not compressed, nor those of one replica.
         gpu_transfers: "nccl" sends activations and gradients from GPU to GPU where NCCL links them;
             "host" sends all through host memory. The former has not yet been run on GPUs.
+        evaluation: Place of validation, test and prediction: "stages", or "whole": each rank then
+            holds the whole model. "auto" takes the latter for what stages cannot do, such as
+            generation with a cache, unless the model does not fit in a rank's memory.
         deferred_init: True builds a model that is too large for a rank's memory. Each rank makes
             only its own stage's part of what `configure_model` makes, or of what is made within
             `Trainer.init_module`. Values are bitwise those of a whole construction from the same
@@ -133,6 +141,7 @@ class HeteroPipeStrategy(PartitionedStrategy):
         recompute: Recompute = "auto",
         gradient_codec: str | None = None,
         gpu_transfers: Literal["host", "nccl"] = "host",
+        evaluation: Evaluation = "auto",
         deferred_init: bool = False,
         save_distributed_checkpoint: bool = False,
         profile: ProfileConfig | None = None,
@@ -157,6 +166,7 @@ class HeteroPipeStrategy(PartitionedStrategy):
             recompute=recompute,
             gradient_codec=gradient_codec,
             gpu_transfers=gpu_transfers,
+            evaluation=evaluation,
             deferred_init=deferred_init,
             save_distributed_checkpoint=save_distributed_checkpoint,
             profile=ProfileConfig() if profile is None else profile,
@@ -184,11 +194,6 @@ class HeteroPipeStrategy(PartitionedStrategy):
         return self._options
 
     @property
-    def plan(self) -> PipelinePlan | None:
-        """Plan of the current or last run; None before the first."""
-        return self._deployment.plan if self._deployment is not None else None
-
-    @property
     def schedule(self) -> str:
         """Schedule of the current run or the last `fit`; before both, the option `schedule`."""
         return self._runner.schedule if self._runner is not None else self._used_schedule
@@ -197,11 +202,6 @@ class HeteroPipeStrategy(PartitionedStrategy):
         """Return the sections of `ResourceReport` on a run of the plan; None without a plan."""
         plan = self.plan
         return pipeline_sections(plan, self.schedule, run) if plan is not None else None
-
-    @property
-    def resident_parameter_bytes(self) -> int:
-        """Bytes of parameters that this rank holds."""
-        return resident_parameter_bytes(self._module)
 
     @property
     @override
@@ -227,11 +227,6 @@ class HeteroPipeStrategy(PartitionedStrategy):
     @override
     def _rank_names(self) -> list[str]:
         return self._options.rank_names(self.world_size)
-
-    @property
-    @override
-    def _has_run(self) -> bool:
-        return self._deployment is not None
 
     @override
     def setup_environment(self) -> None:

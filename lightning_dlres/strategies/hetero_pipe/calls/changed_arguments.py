@@ -32,7 +32,8 @@ class ArgumentChanges:
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._arguments: dict[Position, Any] = {**dict(enumerate(args)), **kwargs}
+        self._arguments: dict[Position, Any] = dict(enumerate(args))
+        self._arguments.update(kwargs)
         self._before = {position: _state(value) for position, value in self._arguments.items()}
 
     def positions(self) -> list[Position]:
@@ -87,8 +88,7 @@ def _state(value: Any) -> Any:
         return value.clone() if value.is_inference() else value._version
     if isinstance(value, np.ndarray):
         return value.copy()
-    children = _children(value)
-    return children and [(key, child, _state(child)) for key, child in children]
+    return [(key, child, _state(child)) for key, child in _children(value) or ()]
 
 
 def _is_changed(value: Any, state: Any) -> bool:
@@ -97,12 +97,10 @@ def _is_changed(value: Any, state: Any) -> bool:
         return value._version != state if is_version else not torch.equal(value, state)
     if isinstance(value, np.ndarray):
         return not np.array_equal(value, state)
-    children, before = _children(value), state
-    if not children or not before:
-        return bool(children) != bool(before)
-    return len(children) != len(before) or any(
+    children = _children(value) or []
+    return len(children) != len(state) or any(
         key != old_key or child is not old or _is_changed(child, old_state)
-        for (key, child), (old_key, old, old_state) in zip(children, before, strict=True)
+        for (key, child), (old_key, old, old_state) in zip(children, state, strict=True)
     )
 
 

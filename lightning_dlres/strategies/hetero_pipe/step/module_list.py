@@ -6,15 +6,26 @@ one runs the pipeline. Until then user code gets placeholders.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from lightning_dlres.core._compat import CALL
 from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.pipeline.capture.block_calls import call_collectors
 from lightning_dlres.pipeline.capture.segment_state import CUT_THE_STEP
+from lightning_dlres.strategies.hetero_pipe.calls.changed_arguments import (
+    ArgumentChanges,
+    with_changes,
+)
 from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
+from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import original_forward
+
+# Takes (args, kwargs) of a call; returns whether the call runs on this rank, as in plain training.
+RunsHere = Callable[[Any], bool]
 
 
 class _MemberOutput:
@@ -83,12 +94,14 @@ class _ListCall:
         inputs: First argument, further positional arguments and keyword arguments of the first
             member.
         records_gradients: Whether autograd recorded operations at the first call.
+        is_here: Whether the members run in user code's own calls.
     """
 
     next_index: int | None = None
     previous: Any = None
     inputs: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
     records_gradients: bool = True
+    is_here: bool = False
 
     def require_next(self, path: str, index: int, first: Any, args: Any, kwargs: Any) -> None:
         """Check that a call of a member continues the series.
@@ -131,17 +144,32 @@ class _ListCall:
 
 
 def list_forwards(
-    path: str, count: int, handler: Callable[[Tree], Tree]
+    path: str,
+    members: Sequence[nn.Module],
+    handler: Callable[[Tree], Tree],
+    runs_here: RunsHere | None = None,
 ) -> list[Callable[..., Tree]]:
     """Return the replacements for the calls of a list's members.
 
     All but the last return a placeholder; the last calls the handler. A call of the first member
     starts a new series.
+
+    Args:
+        path: Name of the list, for errors.
+        members: Its members.
+        handler: Runs the list.
+        runs_here: Function described at `RunsHere`, asked at the first member; None if the handler
+            gets every series.
     """
-    state = _ListCall()
+    state, count = _ListCall(), len(members)
 
     def forward_of(index: int) -> Callable[..., Tree]:
         def forward(*positional: Any, **kwargs: Any) -> Tree:
+            if index == 0:
+                state.is_here = runs_here is not None and runs_here((positional, kwargs))
+            if state.is_here:
+                with original_forward([members[index]], CALL):
+                    return members[index](*positional, **kwargs)
             if not positional:
                 raise NeedsCutStepError(
                     f"'{path}.{index}' must be called with its input as the first positional "
@@ -156,11 +184,39 @@ def list_forwards(
             state.require_next(path, index, first, args, kwargs)
             state.next_index, state.previous = index + 1, _MemberOutput(path, index)
             if index < count - 1:
+                call_collectors(members[index], positional, state.previous)
                 return state.previous
             # Drop the step's tensors, which would otherwise stay in memory until the next step.
             inputs, state.inputs = state.inputs, (None, (), {})
-            return handler(inputs)
+            output = handler(inputs)
+            call_collectors(members[index], positional, output)
+            return output
 
         return forward
 
     return [forward_of(index) for index in range(count)]
+
+
+class ListMember:
+    """A member of a pipelined list as one layer; its input tree is (first argument, args, kwargs,
+    and the positions of those that earlier members have changed).
+
+    Its output is the first argument of the next member, which also gets the same other arguments.
+
+    Attributes:
+        role: "last" for the last member, whose output is that of the list; else "".
+    """
+
+    def __init__(self, module: nn.Module, is_last: bool) -> None:
+        self._module, self._is_last = module, is_last
+        self.role = "last" if is_last else ""
+
+    def __call__(self, inputs: Tree) -> Tree:
+        first, args, kwargs, *earlier = inputs
+        changes = ArgumentChanges(args, kwargs)
+        with original_forward([self._module], CALL):
+            output = self._module(first, *args, **kwargs)
+        changed = [*dict.fromkeys([*(earlier[0] if earlier else ()), *changes.positions()])]
+        if self._is_last:
+            return with_changes(output, args, kwargs, changed)
+        return (output, args, kwargs, changed) if changed else (output, args, kwargs)

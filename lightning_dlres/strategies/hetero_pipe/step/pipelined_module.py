@@ -34,11 +34,7 @@ from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.microbatch import output_of
 from lightning_dlres.pipeline.stage.module_attributes import are_identical
 from lightning_dlres.pipeline.stage.stage import Chain, Layer
-from lightning_dlres.strategies.hetero_pipe.calls.changed_arguments import (
-    ArgumentChanges,
-    given_back,
-    with_changes,
-)
+from lightning_dlres.strategies.hetero_pipe.calls.changed_arguments import given_back
 from lightning_dlres.strategies.hetero_pipe.calls.modes import CallModes
 from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
 from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import (
@@ -46,7 +42,11 @@ from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import (
     original_forward,
     user_forward_in,
 )
-from lightning_dlres.strategies.hetero_pipe.step.module_list import list_forwards
+from lightning_dlres.strategies.hetero_pipe.step.module_list import (
+    ListMember,
+    RunsHere,
+    list_forwards,
+)
 
 # Takes the tensors of a call's inputs, and those of its output.
 RecordCall = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
@@ -113,7 +113,7 @@ class PipelinedModule:
         if is_plain_sequential(self.module):
             return module
         if isinstance(self.module, nn.ModuleList):
-            return _ListMember(module, is_last=index == len(self.layers.modules) - 1)
+            return ListMember(module, is_last=index == len(self.layers.modules) - 1)
         return _SingleLayer(module)
 
     @property
@@ -177,7 +177,7 @@ class PipelinedModule:
         """
         root = self.layers.root
         if getattr(other, "is_step", False) and other.module is root:
-            return other if other.layers.are_present() else self  # type: ignore[no-any-return]
+            return other if other.layers.are_present() else self
         is_same_or_around = (
             isinstance(other, PipelinedModule)
             and f"{self.path}.".startswith(f"{other.path}.")
@@ -195,7 +195,7 @@ class PipelinedModule:
         return is_up_to_date and self.layers.are_present()
 
     @contextmanager
-    def intercepted(self, handler: Handler) -> Iterator[None]:
+    def intercepted(self, handler: Handler, runs_here: RunsHere | None = None) -> Iterator[None]:
         """Context manager that passes user code's calls of the module to `handler`.
 
         Inside the handler the module has its own forward again, so that its layers can run. Uses
@@ -203,6 +203,7 @@ class PipelinedModule:
 
         Args:
             handler: Function described at `Handler`.
+            runs_here: Function described at `RunsHere`, for the members of a list.
         """
         self._require_members()
         targets = list(self.module) if isinstance(self.module, nn.ModuleList) else [self.module]
@@ -217,7 +218,7 @@ class PipelinedModule:
             return given_back(handle(inputs), args, kwargs)
 
         if isinstance(self.module, nn.ModuleList):
-            forwards = list_forwards(self.path, len(targets), handle_list)
+            forwards = list_forwards(self.path, targets, handle_list, runs_here)
         elif is_plain_sequential(self.module):
             forwards = [_sequential_forward(self.path, handle)]
         else:
@@ -228,6 +229,19 @@ class PipelinedModule:
     def call(self, layer: int, inputs: Tree) -> Tree:
         """Call the module of a layer; for a training step only, see `PipelinedStep`."""
         raise NotImplementedError
+
+    def run_here(self, inputs: Tree, layer: int | None = None) -> Any:
+        """Run a call that was passed to a handler on this rank, as without one."""
+        module = self.module
+        if isinstance(module, nn.ModuleList):
+            first, args, kwargs = inputs
+            for member in module:
+                first = member(first, *args, **kwargs)
+            return first
+        if is_plain_sequential(module):
+            return module.forward(inputs)
+        args, kwargs = inputs
+        return module.forward(*args, **kwargs)
 
     def inputs_of(
         self, step: Callable[..., Any], args: tuple[Any, ...], check: Callable[[], None]
@@ -421,28 +435,3 @@ class _CapturedLayer:
         index = self._index
         copies = {} if self._module is self._captured.blocks[index] else {index: self._module}
         return _run_captured(self._captured, range(index, index + 1), inputs, copies=copies)
-
-
-class _ListMember:
-    """A member of a pipelined list as one layer; its input tree is (first argument, args, kwargs,
-    and the positions of those that earlier members have changed).
-
-    Its output is the first argument of the next member, which also gets the same other arguments.
-
-    Attributes:
-        role: "last" for the last member, whose output is that of the list; else "".
-    """
-
-    def __init__(self, module: nn.Module, is_last: bool) -> None:
-        self._module, self._is_last = module, is_last
-        self.role = "last" if is_last else ""
-
-    def __call__(self, inputs: Tree) -> Tree:
-        first, args, kwargs, *earlier = inputs
-        changes = ArgumentChanges(args, kwargs)
-        with original_forward([self._module], _compat.CALL):
-            output = self._module(first, *args, **kwargs)
-        changed = [*dict.fromkeys([*(earlier[0] if earlier else ()), *changes.positions()])]
-        if self._is_last:
-            return with_changes(output, args, kwargs, changed)
-        return (output, args, kwargs, changed) if changed else (output, args, kwargs)

@@ -31,6 +31,7 @@ from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import (
     forwards_replaced,
     original_forward,
 )
+from lightning_dlres.strategies.hetero_pipe.step.module_list import RunsHere
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
     Handler,
     LocalLayers,
@@ -102,7 +103,7 @@ class PipelinedStep:
         return other if is_same and other.layers.are_present() else self
 
     @contextmanager
-    def intercepted(self, handler: Handler) -> Iterator[None]:
+    def intercepted(self, handler: Handler, runs_here: RunsHere | None = None) -> Iterator[None]:
         modules = self.layers.modules
 
         def forward_of(index: int) -> Callable[..., Tree]:
@@ -120,6 +121,10 @@ class PipelinedStep:
         # A layer may contain another one. Its call inside of the first belongs to the first.
         with original_forward(self.layers.modules, CALL):
             return self.layers.modules[layer](*args, **kwargs)
+
+    def run_here(self, inputs: Tree, layer: int | None = None) -> Any:
+        assert layer is not None
+        return self.call(layer, inputs)
 
     def inputs_of(
         self, step: Callable[..., Any], args: tuple[Any, ...], check: Callable[[], None]

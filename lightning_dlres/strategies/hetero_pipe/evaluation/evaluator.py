@@ -1,0 +1,253 @@
+"""Steps of validation, test and prediction, and calls of the pipelined module outside of steps.
+
+All ranks run the user's code, and calls of the pipelined module go through the pipeline. Where that
+is not possible, each rank gets the whole model for the rest of the evaluation (see `whole_model`).
+All ranks come to this decision by themselves, from the same calls. So it takes nothing but what
+they all see: the arguments of a call, and the use of a layer's weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor
+
+from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.core.wire.tree import Tree, flatten
+from lightning_dlres.pipeline.capture.block_calls import has_collectors
+from lightning_dlres.pipeline.stage.microbatch import microbatch_sizes, samples_in
+from lightning_dlres.strategies.hetero_pipe.evaluation.whole_model import WholeModel
+from lightning_dlres.strategies.hetero_pipe.options import Evaluation
+from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import (
+    VALUE_FREE_OPERATIONS,
+    PipelinedWeightGuard,
+)
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import PipelinedModule
+from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
+
+
+class Forward(Protocol):
+    """Runs the pipelined module, or one layer, over the stages; see `StepRunner.forward`."""
+
+    def __call__(
+        self, inputs: Tree, layer: int | None = None, fingerprint: int | None = None
+    ) -> Tree: ...
+
+
+class Evaluator:
+    """Runner of what is no training step, on one rank.
+
+    Args:
+        context: Context of the user's steps.
+        whole: The whole model on this rank.
+        evaluation: Where evaluation runs.
+        any_rank: Returns on all ranks whether a flag is set on any.
+        microbatches: Micro-batches of a batch.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        whole: WholeModel,
+        evaluation: Evaluation,
+        any_rank: Callable[[bool], bool],
+        microbatches: int,
+    ) -> None:
+        self._context, self.whole, self._evaluation = context, whole, evaluation
+        self._any_rank, self._microbatches = any_rank, microbatches
+        # Forms of arguments for which the captured module was found able to run, or not.
+        self._forms: dict[object, bool] = {}
+
+    def run(
+        self, hook: Callable[..., Any], args: tuple[Any, ...], forward: Forward, fingerprint: int
+    ) -> Any:
+        """Run a validation, test or predict step; called by all ranks.
+
+        Args:
+            hook: Bound method of the LightningModule, such as `validation_step`.
+            args: Arguments of the hook.
+            forward: Runs the pipelined module over the stages.
+            fingerprint: Digest of the batch.
+        """
+        context, whole = self._context, self.whole
+        if self._evaluation == "whole" and not whole.hold("evaluation='whole' asks for it."):
+            raise ConfigError(
+                "evaluation must be 'stages' for a model that does not fit in the memory of each "
+                "rank, got 'whole'. Use 'stages', or raise memory_limit."
+            )
+        try:
+            return self._run(hook, args, forward, fingerprint)
+        finally:
+            # Hooks at the end of an evaluation, such as one that sets averaged weights back, find
+            # the weights as they were at its start.
+            if _is_last_batch(context.module.trainer, args):
+                whole.release()
+
+    def _run(
+        self, hook: Callable[..., Any], args: tuple[Any, ...], forward: Forward, fingerprint: int
+    ) -> Any:
+        context = self._context
+        if self.whole.is_held:
+            with context.precision():
+                return hook(*args)
+        guard = _EvaluationGuard(self)
+
+        def answer(inputs: Tree, layer: int | None = None) -> Tree:
+            return self.answer(inputs, layer, forward=forward, fingerprint=fingerprint, guard=guard)
+
+        intercepted = context.pipelined.intercepted(answer, self.runs_here)
+        with context.precision(), guard, intercepted:
+            return hook(*args)
+
+    def answer(
+        self,
+        inputs: Tree,
+        layer: int | None = None,
+        *,
+        forward: Forward,
+        fingerprint: int | None = None,
+        guard: _EvaluationGuard | None = None,
+    ) -> Tree:
+        """Return the output of a call of the pipelined module, or of a layer; called by all ranks.
+
+        Args:
+            inputs: Inputs of the call, the same on all ranks.
+            layer: Layer that is called; None for the pipelined module.
+            forward: Runs the call over the stages.
+            fingerprint: Digest of the batch; None outside of a step.
+            guard: Guard of the step; None outside of a step.
+        """
+        if self.runs_here(inputs, layer):
+            return self._context.pipelined.run_here(inputs, layer)
+        if guard is None:
+            return forward(inputs, layer, fingerprint)
+        with guard.paused():
+            return forward(inputs, layer, fingerprint)
+
+    def runs_here(self, inputs: Any, layer: int | None = None) -> bool:
+        """Return whether each rank runs a call itself, and get the whole model for it if needed.
+
+        Raises:
+            UnsupportedStepError: If the call needs the whole model, which a rank cannot hold, and
+                would else give other results without a word.
+        """
+        if self.whole.is_held:
+            return True
+        if self._collects(layer):
+            if self._hold("Hooks of transformers collect what the layers return."):
+                return True
+            raise UnsupportedStepError(
+                "Evaluation over stages must not collect hidden states of layers, got hooks that "
+                "do. Call the model with output_hidden_states=False, or use evaluation='whole'."
+            )
+        reason = self._reason_against(inputs)
+        return reason is not None and self._hold(reason)
+
+    def before_use(self) -> None:
+        """Get the whole model before evaluation uses a layer's weight itself, where possible."""
+        self._hold("Evaluation uses a weight of a layer outside of the pipelined module.")
+
+    def _hold(self, reason: str) -> bool:
+        return self._evaluation != "stages" and self.whole.hold(reason)
+
+    def _collects(self, layer: int | None) -> bool:
+        pipelined = self._context.pipelined
+        # The code of a captured module runs on every stage, and collects there.
+        if isinstance(pipelined, PipelinedModule) and pipelined.captured is not None:
+            return False
+        return any(map(has_collectors, pipelined.layers.modules))
+
+    def _reason_against(self, inputs: Any) -> str | None:
+        """Return why a call cannot run over the stages, as a sentence; None if it can."""
+        try:
+            flatten(inputs)
+        except ConfigError as error:
+            sentence, _, _ = str(error).partition(". ")
+            return f"{sentence.rstrip('.')}."
+        captured = self._context.pipelined.captured
+        if captured is None or captured.is_step:
+            return None
+        samples = samples_in(inputs) or 1
+        sizes = set(microbatch_sizes(samples, self._microbatches))
+        form = captured.form(inputs, sizes)
+        if form not in self._forms:
+            # Tensors of a stage decide on it, so the ranks must agree.
+            self._forms[form] = not self._any_rank(not captured.accepts(inputs, sizes))
+        if self._forms[form]:
+            return None
+        return f"The forward of {type(captured.module).__name__} cannot be cut for its arguments."
+
+
+class _EvaluationGuard(PipelinedWeightGuard):
+    """Guard that gets the whole model before user code uses a tensor of a layer, on all ranks.
+
+    Args:
+        evaluator: Evaluator of the step.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        context = evaluator._context
+        super().__init__(context.layer_tensors, context.module)
+        self._evaluator, self._is_active = evaluator, True
+        inside = {
+            id(t)
+            for layer in context.pipelined.layers.modules
+            for t in (*layer.parameters(), *layer.buffers())
+        }
+        outside = {
+            id(t)
+            for _, module in context.pipelined.layers.non_pipelined_modules()
+            for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        }
+        self._layer_ids = inside - outside
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager in which layers run."""
+        self._is_active = False
+        try:
+            yield
+        finally:
+            self._is_active = True
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        whole, kwargs = self._evaluator.whole, kwargs or {}
+        if self._is_active and not whole.is_held:
+            name = getattr(function, "__name__", "?")
+            operands = (*args, *kwargs.values())
+            if name not in VALUE_FREE_OPERATIONS and self._uses_layers(operands):
+                self._evaluator.before_use()
+        if whole.is_held:
+            return function(*args, **kwargs)
+        return super().__torch_function__(function, types, args, kwargs)
+
+    def _uses_layers(self, operands: Iterable[Any]) -> bool:
+        return any(
+            id(value) in self._layer_ids
+            if isinstance(value, Tensor)
+            else isinstance(value, list | tuple) and self._uses_layers(value)
+            for value in operands
+        )
+
+
+def _is_last_batch(trainer: Trainer, args: tuple[Any, ...]) -> bool:
+    """Return whether the arguments of a step show that it is the last of the evaluation."""
+    counts: dict[RunningStage | None, Any] = {
+        RunningStage.SANITY_CHECKING: trainer.num_sanity_val_batches,
+        RunningStage.VALIDATING: trainer.num_val_batches,
+        RunningStage.TESTING: trainer.num_test_batches,
+        RunningStage.PREDICTING: trainer.num_predict_batches,
+    }
+    batches = counts.get(trainer.state.stage) or []
+    _, number, loader, *_ = (*args, None, 0) if len(args) < 2 else (*args, 0)
+    return bool(batches) and loader == len(batches) - 1 and number == batches[-1] - 1

@@ -1,0 +1,96 @@
+"""The whole model on every rank, for evaluation that cannot run over the stages.
+
+An example is text generation with a cache of keys and values. The cache is an object that cannot be
+sent to another rank, and each layer changes it. All ranks run the user's evaluation on the same
+batch. So once each of them holds the whole model, they run it as in plain training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_dlres.core.units import format_bytes
+from lightning_dlres.pipeline.execute.partition import partition
+from lightning_dlres.pipeline.execute.states import fill_remote_tensors
+from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
+
+
+class WholeModel:
+    """The layers of other stages on this rank, while an evaluation needs them.
+
+    All ranks call its methods at the same place of user code.
+
+    Args:
+        deployment: The model on this rank.
+        limit: Bytes that the model may take on this rank; None without a limit.
+
+    Attributes:
+        is_held: Whether this rank holds the whole model now.
+    """
+
+    def __init__(self, deployment: Deployment, limit: int | None) -> None:
+        self._deployment = deployment
+        root = deployment.layers.root
+        tensors = {*root.parameters(), *root.buffers()}
+        self._bytes = sum(t.numel() * t.element_size() for t in tensors)
+        device = deployment.context.device
+        self._free: Callable[[], int] | None = None
+        if limit is not None:
+            self._free = lambda: limit
+        elif device.type == "cuda":
+            self._free = lambda: torch.cuda.mem_get_info(device)[0]
+        self._told: set[str] = set()
+        self.is_held = False
+
+    def hold(self, reason: str) -> bool:
+        """Get the layers of other stages, unless they do not fit in the memory of some rank; return
+        whether this rank holds the whole model.
+
+        Args:
+            reason: Why the evaluation needs it, as a sentence.
+        """
+        if self.is_held:
+            return True
+        deployment = self._deployment
+        # A model that was built in parts is too large for a rank.
+        if not deployment.is_whole:
+            return False
+        lacks_memory = self._free is not None and self._free() < self._bytes
+        if deployment.connection.any_rank(lacks_memory):
+            return False
+        if reason not in self._told:
+            self._told.add(reason)
+            rank_zero_info(
+                f"dlres: each rank holds the whole model ({format_bytes(self._bytes)}) in this "
+                f"evaluation. {reason}"
+            )
+        # From now on nothing is refused, the copies of weights below included.
+        self.is_held = True
+        # Evaluation may be in inference mode, whose tensors could not be trained later.
+        with torch.inference_mode(False), torch.no_grad():
+            fill_remote_tensors(
+                deployment.layers,
+                deployment.owners,
+                deployment.plan,
+                deployment.connection.mailbox,
+                deployment.context.device,
+            )
+        return True
+
+    def release(self) -> None:
+        """Drop the layers of other stages again."""
+        if not self.is_held:
+            return
+        deployment = self._deployment
+        with torch.inference_mode(False), torch.no_grad():
+            partition(
+                deployment.layers,
+                deployment.owners,
+                deployment.plan,
+                deployment.stage,
+                deployment.context.device,
+            )
+        self.is_held = False
