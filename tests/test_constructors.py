@@ -65,6 +65,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "process_group_backend": {"none"},
             "deferred_init": {"true"},
             "gpu_transfers": set(),
+            "evaluation": set(),
             "save_distributed_checkpoint": {"true"},
         },
     ),

@@ -125,6 +125,7 @@ def trainer_for(context: RankContext | None, **options: Any) -> Trainer:
         "profile",
         "memory_limit",
         "gpu_transfers",
+        "evaluation",
         "deferred_init",
         "save_distributed_checkpoint",
         "timeout",

@@ -122,8 +122,12 @@ def _check_parameters(
         )
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
+            fix = (
+                "Use a real parameter with a last dimension of 2, and torch.view_as_complex of it."
+                if parameter.is_complex()
+                else "Register it as a buffer."
+            )
             raise ConfigError(
                 f"parameters must have a floating-point dtype for a parameter server, got {name} "
-                f"of {parameter.dtype}. Use a real parameter with a last dimension of 2, and "
-                "torch.view_as_complex of it."
+                f"of {parameter.dtype}. {fix}"
             )

@@ -41,7 +41,7 @@ def call_with_changes(name: str, inputs: Tree, call: Callable[[], Tree]) -> list
     if not is_same or msgspec.msgpack.encode(structure) != msgspec.msgpack.encode(structure_now):
         raise UnsupportedStepError(
             f"The layer {name!r} must not change the lists and dicts that it gets, got a change, "
-            "which other ranks would not see. Return the new values instead."
+            "which other ranks would not see. Return the new values, or use evaluation='whole'."
         )
     pairs = enumerate(zip(tensors, before, strict=True))
     changed = [[index, now] for index, (now, old) in pairs if not torch.equal(now, old)]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.wire.payload import require_dense
-from lightning_dlres.core.wire.tree import Tree, flatten, tensors_of, unflatten
+from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of, unflatten
 
 
 def microbatch_sizes(samples: int, microbatches: int) -> list[int]:
@@ -88,11 +88,15 @@ class InputCutter:
     def cut(self, tree: Tree, sizes: Sequence[int]) -> list[Tree]:
         """Return the inputs of a module as one tree per micro-batch; see `cut`."""
         samples, (structure, tensors) = sum(sizes), flatten(tree)
+        if len(sizes) > 1:
+            _refuse_lists_of_samples(structure, samples, tensors)
         form = repr(structure)
         lengths = [(i, t.shape[0]) for i, t in enumerate(tensors) if t.dim()]
         self._fixed.update((form, i, length) for i, length in lengths if length != samples)
         whole = {i for i, length in lengths if (form, i, length) in self._fixed}
-        return _cut(tree, sizes, with_lists=False, whole=whole)
+        parts = _cut(tree, sizes, with_lists=False, whole=whole)
+        # A layer may change its input in place. Views of one tensor would count changes of all.
+        return parts if len(sizes) == 1 else [map_tensors(Tensor.clone, part) for part in parts]
 
 
 def cut_batch(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
@@ -163,6 +167,40 @@ def _change_lists(
         pairs = [[key, _change_lists(value, samples, change)] for key, value in content]
         return [*node[:-1], pairs]
     return node
+
+
+def _refuse_lists_of_samples(node: list[Any], samples: int, tensors: Sequence[Tensor]) -> None:
+    """Raise if a list among a module's inputs looks like one with an element for each sample.
+
+    Raises:
+        UnsupportedStepError: If the inputs have a list with as many elements as there are samples,
+            of which none is a container or a tensor that is cut.
+    """
+
+    def is_alone(child: Any) -> bool:
+        if isinstance(child, list) and child and child[0] == "t":
+            return tensors[child[1]].shape[:1] != (samples,)
+        return _is_plain(child)
+
+    tag, content = node[0], node[-1]
+    if tag in ("d", "m", "c") and isinstance(content, list):
+        for _, value in content:
+            _refuse_lists_of_samples(value, samples, tensors)
+    elif tag in ("l", "u", "n") and isinstance(content, list):
+        if tag == "l" and len(content) == samples and all(map(is_alone, content)):
+            raise UnsupportedStepError(
+                "Inputs of the pipelined module must not have a list with as many elements as "
+                f"there are samples ({samples}), since only tensors are cut into micro-batches. "
+                "Pass a tensor, or a tuple of numbers, which every micro-batch gets whole; or use "
+                "microbatches=1."
+            )
+        for child in content:
+            _refuse_lists_of_samples(child, samples, tensors)
+
+
+def _is_plain(node: Any) -> bool:
+    """Return whether a node is neither a container nor a tensor."""
+    return not (isinstance(node, list) and node and node[0] in ("l", "u", "n", "d", "m", "c", "t"))
 
 
 def _holds_tensor(node: list[Any]) -> bool:

@@ -23,11 +23,11 @@ from lightning_dlres.pipeline.plan.schedules.registry import (
 )
 from lightning_dlres.pipeline.plan.search.grouping import stage_counts
 from lightning_dlres.pipeline.profile.config import ProfileConfig
+from lightning_dlres.strategies.hetero_pipe.evaluation.whole_model import Evaluation
 from lightning_dlres.strategies.hetero_pipe.step.step_context import SplitBatch
 
 Replicas = tuple[tuple[int, ...], ...]
 Recompute = Literal["auto", "never", "always"]
-Evaluation = Literal["auto", "stages", "whole"]
 MemoryLimit = int | str | Sequence[int | str] | None
 RECOMPUTE = ("auto", "never", "always")
 GPU_TRANSFERS = ("host", "nccl")

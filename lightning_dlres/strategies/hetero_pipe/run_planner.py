@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -56,6 +57,7 @@ from lightning_dlres.strategies.hetero_pipe.step.module_search import (
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_step import TRAINING_STEP
 from lightning_dlres.strategies.hetero_pipe.step.step_context import Pipelined, StepContext
 
+T = TypeVar("T")
 # Errors after which a plan without measurements serves.
 _NO_SAMPLES = (NoCopyError, SkippedSamplesError)
 
@@ -255,7 +257,7 @@ class RunPlanner:
             f"{format_bytes(small)} can be cut."
         )
 
-    def _first_of_ranks(self, reason: str | None) -> str | None:
+    def _first_of_ranks(self, reason: T | None) -> T | None:
         """Return the first rank's reason that is not empty, on all ranks; None without one."""
         connection = self._connection
         reasons = [
@@ -347,7 +349,7 @@ class RunPlanner:
             raise NeedsCutStepError.instead_of(error) if self._may_cut_step else error
         needs_cut = self._first_of_ranks(inspection.needs_cut) if self._may_cut_step else None
         if needs_cut is not None:
-            raise NeedsCutStepError(needs_cut, "")
+            raise NeedsCutStepError.from_tree(needs_cut)
         if inspection.failure is not None:
             _log_untried_step(inspection.failure)
         layer_warning = inspection.warning()

@@ -151,10 +151,18 @@ def make_runner(
     context.gradients.are_zeroed = lambda: may_drop_old_gradients(
         deployment.module.trainer, deployment.module
     )
-    limit = options.memory_limit_of(connection.rank, connection.world_size)
+    whole = WholeModel(
+        layers,
+        deployment.owners,
+        plan,
+        connection,
+        device=context.device,
+        limit=options.memory_limit_of(connection.rank, connection.world_size),
+        is_possible=deployment.is_whole,
+    )
     evaluator = Evaluator(
         context,
-        WholeModel(deployment, limit),
+        whole,
         options.evaluation,
         connection.any_rank,
         runtime.microbatches,

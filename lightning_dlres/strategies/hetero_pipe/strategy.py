@@ -32,12 +32,8 @@ from lightning_dlres.strategies.hetero_pipe.checkpoints import PartitionedStrate
 from lightning_dlres.strategies.hetero_pipe.data.loaders import share_loader, unsharded_loaders
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
 from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
-from lightning_dlres.strategies.hetero_pipe.options import (
-    Evaluation,
-    MemoryLimit,
-    PipeOptions,
-    Recompute,
-)
+from lightning_dlres.strategies.hetero_pipe.evaluation.whole_model import Evaluation
+from lightning_dlres.strategies.hetero_pipe.options import MemoryLimit, PipeOptions, Recompute
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
 from lightning_dlres.strategies.hetero_pipe.precision import (
     enabled_scaler,

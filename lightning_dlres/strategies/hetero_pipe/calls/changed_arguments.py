@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dlres.core.wire.tree import Tree
 
@@ -21,6 +21,8 @@ from lightning_dlres.core.wire.tree import Tree
 Position = int | str
 # Keys of what `with_changes` returns.
 _OUTPUT, _CHANGES = "output of the list", "arguments that its members have changed"
+# Key of a container that all members of an `nn.Sequential` so far have returned.
+_SAME = "container that the members return"
 
 
 class ArgumentChanges:
@@ -68,6 +70,39 @@ def given_back(crossing: Tree, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         else:
             _written(own, value)
     return crossing[_OUTPUT]
+
+
+class SequentialMember:
+    """A member of an `nn.Sequential` as one layer.
+
+    User code may read the container that it gave to the first member. The members may change it,
+    and return it.
+
+    Args:
+        module: The member.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, inputs: Tree) -> Tree:
+        is_wrapped = isinstance(inputs, dict) and inputs.keys() == {_SAME}
+        own = inputs[_SAME] if is_wrapped else inputs
+        output = self._module(own)
+        is_container = not isinstance(own, Tensor | tuple) and _children(own) is not None
+        return {_SAME: output} if output is own and is_container else output
+
+
+def given_back_container(output: Tree, own: Any) -> Tree:
+    """Return the output of an `nn.Sequential`, which is the user's own container if all members
+    have returned what they got.
+
+    Args:
+        output: What the last member has returned.
+        own: The argument of the call.
+    """
+    is_same = isinstance(output, dict) and output.keys() == {_SAME}
+    return _written(own, output[_SAME]) if is_same else output
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
@@ -128,7 +163,10 @@ def _written(own: Any, value: Any) -> Any:
         for key in held.keys() - elements.keys():
             del own[key]
         own.update(elements)
+    elif isinstance(own, Mapping):
+        return value
     else:
         for key, element in elements.items():
-            setattr(own, key, element)
+            if element is not held[key]:
+                setattr(own, key, element)
     return own

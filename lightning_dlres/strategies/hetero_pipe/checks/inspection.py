@@ -47,14 +47,15 @@ class StepInspection:
     Attributes:
         refusal: Reason why the step cannot be trained over stages; None if it can.
         failure: Error that ended the trial, so that nothing is known of the step; None without one.
-        needs_cut: Why the step must be cut in the place of the module; None if it need not.
+        needs_cut: Error for a step that must be cut in the place of the module, as plain data; None
+            if it need not.
         layers: Names of the layers whose result depends on the micro-batches, with the reasons.
         written_parameters: Parameters that a layer's forward writes to.
     """
 
     refusal: str | None = None
     failure: str | None = None
-    needs_cut: str | None = None
+    needs_cut: list[str] | None = None
     layers: dict[str, list[str]] = field(default_factory=dict)
     written_parameters: set[nn.Parameter] = field(default_factory=set)
 
@@ -94,7 +95,7 @@ def inspect_step(context: StepContext, batch: Any) -> StepInspection:
         else:
             inspection.failure = f"{type(error).__name__}: {error}"
             if isinstance(error, NeedsCutStepError):
-                inspection.needs_cut = error.reason
+                inspection.needs_cut = error.to_tree()
     finally:
         step.restore_metrics()
         rewind_random_state()

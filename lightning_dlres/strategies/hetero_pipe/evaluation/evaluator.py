@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, flatten
 from lightning_dlres.pipeline.capture.block_calls import has_collectors
 from lightning_dlres.pipeline.stage.microbatch import microbatch_sizes, samples_in
-from lightning_dlres.strategies.hetero_pipe.evaluation.whole_model import WholeModel
-from lightning_dlres.strategies.hetero_pipe.options import Evaluation
+from lightning_dlres.strategies.hetero_pipe.evaluation.whole_model import Evaluation, WholeModel
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import (
     VALUE_FREE_OPERATIONS,
     PipelinedWeightGuard,
@@ -79,6 +79,9 @@ class Evaluator:
                 "evaluation must be 'stages' for a model that does not fit in the memory of each "
                 "rank, got 'whole'. Use 'stages', or raise memory_limit."
             )
+        if any(map(_zeroes_padding, context.module.modules())):
+            # Torch leaves this way of its own where a guard watches operations.
+            self._hold("nn.TransformerEncoder sets padded positions to 0 in evaluation.")
         try:
             return self._run(hook, args, forward, fingerprint)
         finally:
@@ -251,3 +254,13 @@ def _is_last_batch(trainer: Trainer, args: tuple[Any, ...]) -> bool:
     batches = counts.get(trainer.state.stage) or []
     _, number, loader, *_ = (*args, None, 0) if len(args) < 2 else (*args, 0)
     return bool(batches) and loader == len(batches) - 1 and number == batches[-1] - 1
+
+
+def _zeroes_padding(module: nn.Module) -> bool:
+    """Return whether a module may compute with nested tensors, which leave padding out."""
+    return (
+        isinstance(module, nn.TransformerEncoder)
+        and not module.training
+        and not torch.is_grad_enabled()
+        and bool(getattr(module, "use_nested_tensor", False))
+    )

@@ -8,14 +8,19 @@ batch. So once each of them holds the whole model, they run it as in plain train
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dlres.core.units import format_bytes
-from lightning_dlres.pipeline.execute.partition import partition
+from lightning_dlres.pipeline.execute.partition import ModelLayers, Owners, partition
 from lightning_dlres.pipeline.execute.states import fill_remote_tensors
-from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.strategies.connection import Connection
+
+# Where evaluation runs; see the argument of the strategy.
+Evaluation = Literal["auto", "stages", "whole"]
 
 
 class WholeModel:
@@ -24,19 +29,33 @@ class WholeModel:
     All ranks call its methods at the same place of user code.
 
     Args:
-        deployment: The model on this rank.
+        layers: Layers of the model.
+        owners: Stages that hold each parameter.
+        plan: Plan of the run.
+        connection: Connection to the other ranks.
+        device: Device of this rank.
         limit: Bytes that the model may take on this rank; None without a limit.
+        is_possible: False for a model that was built in parts, which is too large for a rank.
 
     Attributes:
         is_held: Whether this rank holds the whole model now.
     """
 
-    def __init__(self, deployment: Deployment, limit: int | None) -> None:
-        self._deployment = deployment
-        root = deployment.layers.root
-        tensors = {*root.parameters(), *root.buffers()}
+    def __init__(
+        self,
+        layers: ModelLayers,
+        owners: Owners,
+        plan: PipelinePlan,
+        connection: Connection,
+        *,
+        device: torch.device,
+        limit: int | None,
+        is_possible: bool,
+    ) -> None:
+        self._layers, self._owners, self._plan = layers, owners, plan
+        self._connection, self._device, self._is_possible = connection, device, is_possible
+        tensors = {*layers.root.parameters(), *layers.root.buffers()}
         self._bytes = sum(t.numel() * t.element_size() for t in tensors)
-        device = deployment.context.device
         self._free: Callable[[], int] | None = None
         if limit is not None:
             self._free = lambda: limit
@@ -52,14 +71,10 @@ class WholeModel:
         Args:
             reason: Why the evaluation needs it, as a sentence.
         """
-        if self.is_held:
-            return True
-        deployment = self._deployment
-        # A model that was built in parts is too large for a rank.
-        if not deployment.is_whole:
-            return False
+        if self.is_held or not self._is_possible:
+            return self.is_held
         lacks_memory = self._free is not None and self._free() < self._bytes
-        if deployment.connection.any_rank(lacks_memory):
+        if self._connection.any_rank(lacks_memory):
             return False
         if reason not in self._told:
             self._told.add(reason)
@@ -71,26 +86,15 @@ class WholeModel:
         self.is_held = True
         # Evaluation may be in inference mode, whose tensors could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
-            fill_remote_tensors(
-                deployment.layers,
-                deployment.owners,
-                deployment.plan,
-                deployment.connection.mailbox,
-                deployment.context.device,
-            )
+            mailbox = self._connection.mailbox
+            fill_remote_tensors(self._layers, self._owners, self._plan, mailbox, self._device)
         return True
 
     def release(self) -> None:
         """Drop the layers of other stages again."""
         if not self.is_held:
             return
-        deployment = self._deployment
+        _, stage = self._plan.position(self._connection.rank)
         with torch.inference_mode(False), torch.no_grad():
-            partition(
-                deployment.layers,
-                deployment.owners,
-                deployment.plan,
-                deployment.stage,
-                deployment.context.device,
-            )
+            partition(self._layers, self._owners, self._plan, stage, self._device)
         self.is_held = False

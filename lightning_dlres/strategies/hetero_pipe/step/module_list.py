@@ -7,13 +7,14 @@ one runs the pipeline. Until then user code gets placeholders.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_dlres.core._compat import CALL
+from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.capture.block_calls import call_collectors
 from lightning_dlres.pipeline.capture.segment_state import CUT_THE_STEP
@@ -33,10 +34,15 @@ class _MemberOutput:
 
     The members run on their stages, after user code has called the last one. The placeholder can
     only be passed to the next member: every other use raises an error.
+
+    Args:
+        path: Name of the list.
+        index: Index of the member.
+        is_collected: Whether hooks of transformers get it as a hidden state.
     """
 
-    def __init__(self, path: str, index: int) -> None:
-        self.__dict__.update(path=path, index=index)
+    def __init__(self, path: str, index: int, is_collected: bool = False) -> None:
+        self.__dict__.update(path=path, index=index, is_collected=is_collected)
 
     def __getattr__(self, name: str) -> Any:
         raise self._misuse()
@@ -61,6 +67,14 @@ class _MemberOutput:
 
     def _misuse(self) -> NeedsCutStepError:
         path, index = self.__dict__["path"], self.__dict__["index"]
+        if self.__dict__["is_collected"]:
+            around = path.rpartition(".")[0] or "training_step"
+            reason = (
+                f"Hidden states of the layers must not be used where the list {path!r} is cut, got "
+                f"a use of that of '{path}.{index}'."
+            )
+            fix = f"Cut the module around the list: HeteroPipeStrategy(module={around!r})."
+            return NeedsCutStepError(reason, fix, UnsupportedStepError(f"{reason} {fix}"))
         return NeedsCutStepError(
             f"The output of '{path}.{index}' must only be used as the first argument of "
             f"'{path}.{index + 1}', got another use. The members of a pipelined nn.ModuleList must "
@@ -93,6 +107,7 @@ class _ListCall:
             member's output.
         inputs: First argument, further positional arguments and keyword arguments of the first
             member.
+        changes: Finds arguments that user code changes between the calls.
         records_gradients: Whether autograd recorded operations at the first call.
         is_here: Whether the members run in user code's own calls.
     """
@@ -100,6 +115,7 @@ class _ListCall:
     next_index: int | None = None
     previous: Any = None
     inputs: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
+    changes: ArgumentChanges = field(default_factory=lambda: ArgumentChanges((), {}))
     records_gradients: bool = True
     is_here: bool = False
 
@@ -141,6 +157,12 @@ class _ListCall:
                 "activations.",
                 f"Pass the very same objects, or {CUT_THE_STEP}.",
             )
+        if index and self.changes.positions():
+            raise NeedsCutStepError(
+                f"The further arguments of '{path}.{index}' must be as they were for '{path}.0', "
+                "got an object that has changed in between.",
+                f"Let the layers change it, or {CUT_THE_STEP}.",
+            )
 
 
 def list_forwards(
@@ -180,14 +202,17 @@ def list_forwards(
             if index == 0:
                 state.next_index, state.previous = 0, first
                 state.inputs = first, args, kwargs
+                state.changes = ArgumentChanges(args, kwargs)
                 state.records_gradients = torch.is_grad_enabled()
             state.require_next(path, index, first, args, kwargs)
             state.next_index, state.previous = index + 1, _MemberOutput(path, index)
             if index < count - 1:
-                call_collectors(members[index], positional, state.previous)
+                state_of_layer = _MemberOutput(path, index, is_collected=True)
+                call_collectors(members[index], positional, state_of_layer)
                 return state.previous
             # Drop the step's tensors, which would otherwise stay in memory until the next step.
             inputs, state.inputs = state.inputs, (None, (), {})
+            state.changes = ArgumentChanges((), {})
             output = handler(inputs)
             call_collectors(members[index], positional, output)
             return output

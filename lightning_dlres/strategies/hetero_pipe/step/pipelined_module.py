@@ -34,7 +34,11 @@ from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.microbatch import output_of
 from lightning_dlres.pipeline.stage.module_attributes import are_identical
 from lightning_dlres.pipeline.stage.stage import Chain, Layer
-from lightning_dlres.strategies.hetero_pipe.calls.changed_arguments import given_back
+from lightning_dlres.strategies.hetero_pipe.calls.changed_arguments import (
+    SequentialMember,
+    given_back,
+    given_back_container,
+)
 from lightning_dlres.strategies.hetero_pipe.calls.modes import CallModes
 from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
 from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import (
@@ -111,7 +115,7 @@ class PipelinedModule:
         if self.captured is not None:
             return _CapturedLayer(self.captured, index, module)
         if is_plain_sequential(self.module):
-            return module
+            return SequentialMember(module)
         if isinstance(self.module, nn.ModuleList):
             return ListMember(module, is_last=index == len(self.layers.modules) - 1)
         return _SingleLayer(module)
@@ -217,10 +221,13 @@ class PipelinedModule:
             _, args, kwargs = inputs
             return given_back(handle(inputs), args, kwargs)
 
+        def handle_sequence(own: Tree) -> Tree:
+            return given_back_container(handle(own), own)
+
         if isinstance(self.module, nn.ModuleList):
             forwards = list_forwards(self.path, targets, handle_list, runs_here)
         elif is_plain_sequential(self.module):
-            forwards = [_sequential_forward(self.path, handle)]
+            forwards = [_sequential_forward(self.path, handle_sequence)]
         else:
             forwards = [lambda *args, **kwargs: handle((args, kwargs))]
         with forwards_replaced(self.path, targets, attribute, forwards):
@@ -267,8 +274,12 @@ class PipelinedModule:
             check()
             raise _StopAtCall(inputs)
 
+        def check_at_first_member(inputs: Any) -> bool:
+            check()  # The other members would not see what is set between their calls.
+            return False
+
         try:
-            with self.intercepted(stop):
+            with self.intercepted(stop, check_at_first_member):
                 result = step(*args)
         except _StopAtCall as signal:
             return signal.inputs
