@@ -1,0 +1,262 @@
+"""Evaluation that stages cannot do, for which each rank holds the whole model for some time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_dlres import PipelinePlan
+from lightning_dlres.core.errors import ConfigError, PeerLostError, UnsupportedStepError
+from tests.support.rank_pool import RankContext, RankPool
+from tests.support.training_cases import (
+    Case,
+    Classifier,
+    batches,
+    differences_in,
+    no_differences_in,
+    trainer_for,
+)
+
+
+class Cache:
+    """Object that layers fill, and that cannot be sent to another rank."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, Tensor] = {}
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear, self.number = nn.Linear(12, 12), number
+        self.register_buffer("scale", torch.tensor(1.0 + number))
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        if cache is not None:
+            before = cache.states.get(self.number)
+            cache.states[self.number] = x if before is None else x + 0.5 * before
+            x = cache.states[self.number]
+        return x + torch.tanh(self.linear(x)) / self.scale
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 12)
+        self.layers = nn.ModuleList([Block(number) for number in range(4)])
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        hidden = self.stem(x)
+        for layer in self.layers:
+            hidden = layer(hidden, cache)
+        out: Tensor = self.head(hidden)
+        return out
+
+    def generate(self, x: Tensor) -> Tensor:
+        """Return the sum of three calls, each of which goes on from the states of the last."""
+        cache, total = Cache(), torch.zeros(())
+        for _ in range(3):
+            out = self(x, cache)
+            total = total + out.square().mean()
+            x = x * (1 + out.mean())
+        return total
+
+
+def weight_of_layer(decoder: Decoder, x: Tensor) -> Tensor:
+    return sum((layer.linear.weight.norm() for layer in decoder.layers), torch.zeros(()))
+
+
+def layers_alone(decoder: Decoder, x: Tensor) -> Tensor:
+    out: Tensor = decoder.layers[3](decoder.layers[0](decoder.stem(x))).square().mean()
+    return out
+
+
+def generated(decoder: Decoder, x: Tensor) -> Tensor:
+    return decoder.generate(x)
+
+
+class Generating(Classifier):
+    """Classifier that validates by what stages cannot do.
+
+    Args:
+        use: What the validation logs, given the decoder and the inputs.
+    """
+
+    def __init__(self, use: Callable[[Decoder, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net: Decoder = Decoder()
+        self.use = use
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("before", F.cross_entropy(self.net(batch[0]), batch[1]))
+        self.log("used", self.use(self.net, batch[0]))
+        self.log("after", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.use(self.net, batch[0])
+
+    def val_dataloader(self) -> Any:
+        return batches()
+
+
+class AtTheEnd(Generating):
+    """Classifier that generates at the end of validation, and after some training steps."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("before", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        x = torch.linspace(-1, 1, 32).reshape(2, 16)
+        self.observed.append(float(self.use(self.net, x)))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            with torch.no_grad():
+                self.observed.append(float(self.use(self.net, batch[0])))
+
+
+class Averaged(Callback):
+    """Callback that validates with other weights, and sets the trained ones back."""
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with torch.no_grad():
+            self.before = [p.detach().clone() for p in pl_module.parameters()]
+            for parameter in pl_module.parameters():
+                parameter.mul_(0.5)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with torch.no_grad():
+            for parameter, before in zip(pl_module.parameters(), self.before, strict=True):
+                parameter.copy_(before)
+
+
+def averaged() -> list[Callback]:
+    return [Averaged()]
+
+
+class Padded(Classifier):
+    """Classifier with torch's encoder, which leaves padding out in evaluation only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.net = nn.TransformerEncoder(layer, 4)
+        self.head = nn.Linear(8, 5)
+
+    def logits(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, 2, 8)
+        padding = torch.zeros(tokens.shape[:2], dtype=torch.bool)
+        padding[:, 1] = x[:, 0] > 0
+        out: Tensor = self.head(self.net(tokens, src_key_padding_mask=padding).mean(1))
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.logits(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", F.cross_entropy(self.logits(batch[0]), batch[1]))
+
+    def val_dataloader(self) -> Any:
+        return batches()
+
+
+def case(make: Callable[[], LightningModule], **options: Any) -> Case:
+    callbacks = options.pop("callbacks", None)
+    return Case(make, options={"plan": None, **options}, callbacks=callbacks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_training_goes_on_after_an_evaluation_on_the_whole_model(
+    pool: RankPool, ranks: int
+) -> None:
+    cases = {
+        "generated": case(partial(Generating, generated), stages=ranks),
+        "generated, module": case(partial(Generating, generated), stages=ranks, module="net"),
+        "generated, step": case(
+            partial(Generating, generated), stages=ranks, module="training_step"
+        ),
+        "weight": case(partial(Generating, weight_of_layer), stages=ranks),
+        "some layers": case(partial(Generating, layers_alone), stages=ranks, module="net"),
+        "at the end": case(partial(AtTheEnd, generated), stages=ranks),
+        "asked for": case(partial(AtTheEnd, generated), stages=ranks, evaluation="whole"),
+        "averaged": case(partial(Generating, generated), stages=ranks, callbacks=averaged),
+        "padded": case(Padded, stages=ranks),
+        "padded, module": case(Padded, stages=ranks, module="net"),
+    }
+    assert pool.run(differences_in, ranks, cases) == no_differences_in(cases, ranks)
+
+
+def test_two_replicas_hold_the_whole_model(pool: RankPool) -> None:
+    cases = {"generated": case(partial(Generating, generated), stages=2)}
+    assert pool.run(differences_in, 4, cases) == no_differences_in(cases, 4)
+
+
+class Bytes(Callback):
+    """Callback that keeps the bytes of parameters that the rank holds in each training step."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.held.add(trainer.strategy.resident_parameter_bytes)  # type: ignore[attr-defined]
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.held.add(trainer.strategy.resident_parameter_bytes)  # type: ignore[attr-defined]
+
+
+def bytes_in_training(context: RankContext) -> tuple[set[int], list[float]]:
+    held, model = Bytes(), Generating(generated)
+    trainer = trainer_for(context, plan=None, callbacks=[held])
+    trainer.fit(model, batches())
+    predicted = trainer.predict(model, batches())
+    assert predicted is not None
+    return held.held, [float(value) for value in predicted]  # type: ignore[arg-type]
+
+
+def test_each_rank_trains_with_its_own_part(pool: RankPool) -> None:
+    whole = sum(p.numel() * p.element_size() for p in Generating(generated).parameters())
+    results = pool.run(bytes_in_training, 2)
+    for held, _ in results:
+        assert len(held) == 1
+        assert max(held) < whole
+    assert results[0][1] == results[1][1]
+
+
+def evaluation_error(context: RankContext, options: dict[str, Any], words: str) -> None:
+    trainer = trainer_for(context, **{"plan": None, **options})
+    with pytest.raises((ConfigError, UnsupportedStepError, PeerLostError), match=words):
+        trainer.fit(Generating(generated), batches())
+
+
+# A limit that is enough for a stage, and too little for the whole model. With a given plan, no
+# memory is planned.
+SMALL = {
+    "memory_limit": 2500,
+    "module": "net.layers",
+    "plan": PipelinePlan(replicas=((0, 1),), split=(2, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"evaluation": "stages"}, "cannot be sent to another rank"),
+        ({**SMALL, "evaluation": "whole"}, "evaluation must be 'stages'"),
+        (SMALL, "cannot be sent to another rank"),
+    ],
+    ids=["stages", "whole, too little memory", "auto, too little memory"],
+)
+def test_an_evaluation_that_stages_cannot_do_is_an_error_where_no_rank_may_hold_the_model(
+    pool: RankPool, options: dict[str, Any], words: str
+) -> None:
+    pool.run(evaluation_error, 2, options, words)
