@@ -72,10 +72,17 @@ class _Note:
             parameter: _state(gradient) for parameter, gradient in _gradients(optimizer).items()
         }
 
-    def end_for_zeroed(self) -> None:
-        """Forget the gradients that are None now; later ones may get the same memory."""
-        for parameter in [p for p in self._gradients if p.grad is None]:
-            del self._gradients[parameter]
+    def before_backward(self) -> None:
+        """Forget the gradients that are None now, and note those that other code has replaced.
+
+        The backward may give a new gradient the same memory, and adds to one that was replaced.
+        """
+        for parameter, before in list(self._gradients.items()):
+            gradient = parameter.grad
+            if gradient is None:
+                del self._gradients[parameter]
+            elif storage_reference(gradient) != before[0]:
+                self._gradients[parameter] = storage_reference(gradient), _CHANGED
 
     def renew(self, parameter: nn.Parameter) -> None:
         """Take note of a gradient that backward has made, or to which it has added."""
@@ -155,12 +162,12 @@ class Clipping:
 
         pre_backward = precision.pre_backward
 
-        def end_for_zeroed(*args: Any, **kwargs: Any) -> Any:
+        def before_backward(*args: Any, **kwargs: Any) -> Any:
             for note in self._notes.values():
-                note.end_for_zeroed()
+                note.before_backward()
             return pre_backward(*args, **kwargs)
 
-        precision.__dict__["pre_backward"] = end_for_zeroed
+        precision.__dict__["pre_backward"] = before_backward
         precision.__dict__["clip_grad_by_norm"] = clip_grad_by_norm
         precision.__dict__["clip_grad_by_value"] = clip_grad_by_value
 

@@ -94,3 +94,14 @@ def test_new_parameters_are_refused() -> None:
     optimizer.add_param_group({"params": [model.bias]})
     with pytest.raises(ConfigError, match="must keep its parameters"):
         keys.require_known(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fix"),
+    [(torch.complex64, "view_as_complex"), (torch.int8, "Register it as a buffer")],
+)
+def test_parameters_that_are_no_real_numbers_are_refused(dtype: torch.dtype, fix: str) -> None:
+    model = nn.Linear(2, 2)
+    model.register_parameter("other", nn.Parameter(torch.zeros(2, dtype=dtype), False))
+    with pytest.raises(ConfigError, match=fix):
+        keys_of(model, [optim.SGD(model.parameters())], 1, 64 << 10)

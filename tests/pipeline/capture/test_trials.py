@@ -83,3 +83,28 @@ def test_parameters_that_no_operation_changes_are_not_copied(
         module.weight.requires_grad_()
         output.sum().backward()
     assert copied == []
+
+
+class Counting(nn.Module):
+    """Layer that sets attributes when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.is_ready, self.hooked = nn.Linear(3, 3), False, nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_ready, self.made = True, x
+        self.hooked.seen = 1
+        out: Tensor = self.linear(x)
+        return out
+
+
+def test_attributes_that_a_trial_sets_are_restored() -> None:
+    module = nn.Sequential(Counting(), Counting())
+    with trial(module, TRAINING, CPU):
+        module(torch.rand(2, 3))
+        assert all(layer.is_ready for layer in module)
+    for layer in module:
+        assert layer.is_ready is False
+        assert not hasattr(layer, "made")
+        assert not hasattr(layer.hooked, "seen")

@@ -130,6 +130,7 @@ def step(optimizer: torch.optim.Optimizer, bounds: ClippingBounds) -> None:
 @example(["backward", "clip by norm", "backward with a graph", "step"])
 @example(["backward", "clip by norm", "zero", "backward", "step"])
 @example(["backward", "clip by norm", "replace", "step"])
+@example(["backward", "clip by norm", "replace", "backward", "step"])
 @example(["backward of one layer", "clip by norm", "backward", "step"])
 def test_steps_equal_those_of_plain_training_or_raise(actions: list[str]) -> None:
     try:

@@ -26,6 +26,7 @@ from lightning_dlres.pipeline.capture.crossing import Returned
 from lightning_dlres.pipeline.capture.segment_state import OpenStep
 from lightning_dlres.pipeline.capture.tracing.capturing import capture_step
 from lightning_dlres.pipeline.execute.partition import ModelLayers
+from lightning_dlres.pipeline.stage.microbatch import output_of
 from lightning_dlres.pipeline.stage.stage import Chain, Layer
 from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import (
     forwards_replaced,
@@ -148,6 +149,8 @@ class PipelinedStep:
         if output is None:
             # The step skips its batch.
             return step(*args)
+        # Raises if micro-batches have given what cannot be joined, such as other numbers.
+        output = output_of(output, lambda crossing: crossing, lambda: True)
         record_call([], tensors_of(output))
         return self._captured().finish(lambda: nullcontext(step), output, (args, {}))
 
