@@ -221,12 +221,14 @@ def layer_weight_error(use: str, weight: Tensor, module: nn.Module | None) -> Un
     parameters = [] if module is None else module.named_parameters()
     name = next((name for name, parameter in parameters if parameter is weight), None)
     subject = "a layer's weight" if name is None else f"the layer's weight {name!r}"
+    is_made = name is None and not isinstance(weight, nn.Parameter)
+    made_there = " Make new tensors on the device of an input, not of a weight." * is_made
     return UnsupportedStepError(
         f"A step must not use {subject} outside of the pipelined module ({use}): "
         "another stage may hold the weight. Examples are a penalty over self.parameters() and a "
         "weight that other code shares. Use the optimizer's weight_decay, compute the term inside "
         "the layers, or assign the layer to a second attribute of the LightningModule: then all "
-        "stages hold it."
+        f"stages hold it.{made_there}"
     )
 
 
