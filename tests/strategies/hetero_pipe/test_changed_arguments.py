@@ -165,6 +165,57 @@ class DictOfSequence(Classifier):
         return loss if self.reads_output else loss + sum(state["seen"]).square().mean()
 
 
+class Aliased(Keeping):
+    """Classifier that holds a second reference to a tensor that layers change in a dict.
+
+    Args:
+        is_trained: Whether the changes have gradients.
+    """
+
+    def __init__(self, is_trained: bool) -> None:
+        super().__init__("nothing")
+        torch.manual_seed(1)
+        self.net = nn.ModuleList([Adding(is_trained) for _ in range(4)])
+
+    def loss(self, batch: Any) -> Tensor:
+        x, sums, rows = batch[0], torch.zeros(len(batch[0])), list[Tensor]()
+        kept = {"sums": sums, "deep": {"rows": rows}, "mask": batch[0]}
+        for layer in self.net:  # type: ignore[attr-defined]
+            x = layer(x, kept)
+        return F.cross_entropy(self.head(x), batch[1]) + sums.mean() + sum(rows).square().mean()
+
+
+class Adding(Layer):
+    def __init__(self, is_trained: bool) -> None:
+        super().__init__("nothing")
+        self.is_trained = is_trained
+
+    def forward(self, x: Tensor, kept: Any) -> Tensor:
+        x = x + torch.tanh(self.linear(x))
+        rows = x.square().mean(1)
+        kept["sums"].add_(rows if self.is_trained else rows.detach())
+        kept["deep"]["rows"].append(rows)
+        return x
+
+
+class GivenTwice(Keeping):
+    def __init__(self) -> None:
+        super().__init__("list")
+        torch.manual_seed(1)
+        self.net = nn.ModuleList([Twice("list") for _ in range(4)])
+
+    def loss(self, batch: Any) -> Tensor:
+        x, kept = batch[0], list[Tensor]()
+        for layer in self.net:  # type: ignore[attr-defined]
+            x = layer(x, kept, again=kept)
+        return F.cross_entropy(self.head(x), batch[1])
+
+
+class Twice(Layer):
+    def forward(self, x: Tensor, kept: Any, again: Any = None) -> Tensor:
+        return super().forward(x, kept)
+
+
 class InPlace(Classifier):
     """Classifier whose first layer changes its input in place."""
 
@@ -202,6 +253,8 @@ class ScaledByStep(ChangedByStep):
 OTHERS = {
     "dict of a sequence": case(partial(DictOfSequence, False)),
     "dict and output": case(partial(DictOfSequence, True)),
+    "aliased": case(partial(Aliased, False)),
+    "aliased, trained": case(partial(Aliased, True)),
     "in place": case(InPlace),
     "in place, gpipe": case(InPlace, "gpipe"),
     # The step is cut, where each layer gets the present values.
@@ -269,6 +322,7 @@ class Lengths(nn.Module):
     ("make", "words"),
     [
         (NumberSetBetween, "must not change"),
+        (GivenTwice, "must be among their arguments once"),
         (ListOfSamples, "must not have a list with as many elements"),
     ],
 )

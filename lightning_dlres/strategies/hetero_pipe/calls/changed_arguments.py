@@ -7,7 +7,8 @@ travel with the activations, and the code after the last member finds them in it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -15,18 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
 
-# Number of a positional argument behind the first one, or name of a keyword argument.
-Position = int | str
+# Keys from the arguments to an object in them. The first one is the number of a positional argument
+# behind the first, or the name of a keyword argument.
+Path = tuple[Any, ...]
 # Keys of what `with_changes` returns.
-_OUTPUT, _CHANGES = "output of the list", "arguments that its members have changed"
+_OUTPUT, _CHANGES = "output of the list", "changes by its members"
+_ARGUMENTS = "arguments that they have changed"
 # Key of a container that all members of an `nn.Sequential` so far have returned.
 _SAME = "container that the members return"
 
 
 class ArgumentChanges:
-    """Finds the arguments that a call changes. Make an instance before the call.
+    """Finds what a call changes in its arguments. Make an instance before the call.
 
     Args:
         args: Positional arguments behind the first one.
@@ -34,22 +38,34 @@ class ArgumentChanges:
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._arguments: dict[Position, Any] = dict(enumerate(args))
-        self._arguments.update(kwargs)
+        self._arguments = _by_position(args, kwargs)
         self._before = {position: _state(value) for position, value in self._arguments.items()}
 
-    def positions(self) -> list[Position]:
-        """Return the arguments that have changed since this object was made."""
-        arguments, before = self._arguments, self._before
-        return [p for p, value in arguments.items() if _is_changed(value, before[p])]
+    def found(self) -> list[list[Any]]:
+        """Return the changes since this object was made, as plain data for `with_changes`."""
+        return [
+            [list(path), is_in_place]
+            for position, value in self._arguments.items()
+            for path, is_in_place in _changes(value, self._before[position], (position,))
+        ]
 
 
 def with_changes(
-    output: Tree, args: Sequence[Any], kwargs: Mapping[str, Any], positions: Sequence[Position]
+    output: Tree, args: Sequence[Any], kwargs: Mapping[str, Any], changes: Sequence[list[Any]]
 ) -> Tree:
-    """Return the output of the last member, with the arguments at some positions."""
-    changes = [[p, args[p] if isinstance(p, int) else kwargs[p]] for p in positions]
-    return {_OUTPUT: output, _CHANGES: changes} if changes else output
+    """Return the output of the last member, with the arguments that have changed.
+
+    Args:
+        output: The output.
+        args: Positional arguments behind the first one, as they are now.
+        kwargs: Keyword arguments, as they are now.
+        changes: Changes that `ArgumentChanges` has found in the calls of all members.
+    """
+    if not changes:
+        return output
+    arguments = _by_position(args, kwargs)
+    changed = {path[0]: arguments[path[0]] for path, _ in changes}
+    return {_OUTPUT: output, _CHANGES: list(changes), _ARGUMENTS: changed}
 
 
 def given_back(crossing: Tree, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tree:
@@ -59,16 +75,23 @@ def given_back(crossing: Tree, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         crossing: What the last member has returned.
         args: The user's own positional arguments behind the first one.
         kwargs: The user's own keyword arguments.
+
+    Raises:
+        UnsupportedStepError: If an object that has changed is among the arguments twice. Later
+            members would have had two copies of it.
     """
-    if not isinstance(crossing, dict) or crossing.keys() != {_OUTPUT, _CHANGES}:
+    if not isinstance(crossing, dict) or crossing.keys() != {_OUTPUT, _CHANGES, _ARGUMENTS}:
         return crossing
-    for position, value in crossing[_CHANGES]:
-        own = args[position] if isinstance(position, int) else kwargs[position]
-        if isinstance(own, Tensor):
-            # User code reads its own tensor, which must get the gradient's path, too.
-            own.copy_(value)
-        else:
-            _written(own, value)
+    writer = _Writer(crossing[_CHANGES])
+    arguments = _by_position(args, kwargs)
+    uses = Counter(id(o) for position, own in arguments.items() for o in _mutable_in(own))
+    if any(uses[id(_changed_at(arguments, *change))] > 1 for change in crossing[_CHANGES]):
+        raise UnsupportedStepError(
+            "An object that the layers of a list change must be among their arguments once, got "
+            "one that is there twice. Pass it once."
+        )
+    for position, value in crossing[_ARGUMENTS].items():
+        writer.written(arguments[position], value, (position,))
     return crossing[_OUTPUT]
 
 
@@ -102,7 +125,13 @@ def given_back_container(output: Tree, own: Any) -> Tree:
         own: The argument of the call.
     """
     is_same = isinstance(output, dict) and output.keys() == {_SAME}
-    return _written(own, output[_SAME]) if is_same else output
+    return _Writer([]).written(own, output[_SAME], ()) if is_same else output
+
+
+def _by_position(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
+    arguments: dict[Any, Any] = dict(enumerate(args))
+    arguments.update(kwargs)
+    return arguments
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
@@ -116,6 +145,29 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
+def _changed_at(arguments: Mapping[Any, Any], path: Sequence[Any], is_in_place: bool) -> Any:
+    """Return the user's own object that has changed: one at a place, or the container around it."""
+    found: Any = arguments
+    for key in path if is_in_place else path[:-1]:
+        children = dict(_children(found) or ())
+        if key not in children:
+            # A member has put the object there.
+            return None
+        found = children[key]
+    return found
+
+
+def _mutable_in(value: Any) -> Iterator[Any]:
+    """Yield the tensors, arrays and containers in a value that may change in place."""
+    children = _children(value)
+    if isinstance(value, Tensor | np.ndarray) or (
+        children is not None and type(value) is not tuple
+    ):
+        yield value
+    for _, child in children or ():
+        yield from _mutable_in(child)
+
+
 def _state(value: Any) -> Any:
     """Return what shows later if a value has been changed in place."""
     if isinstance(value, Tensor):
@@ -123,50 +175,74 @@ def _state(value: Any) -> Any:
         return value.clone() if value.is_inference() else value._version
     if isinstance(value, np.ndarray):
         return value.copy()
-    return [(key, child, _state(child)) for key, child in _children(value) or ()]
+    return {key: (child, _state(child)) for key, child in _children(value) or ()}
 
 
-def _is_changed(value: Any, state: Any) -> bool:
+def _changes(value: Any, state: Any, path: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield where a value has changed, and whether the object there is still the same one."""
     if isinstance(value, Tensor):
         is_version = isinstance(state, int)
-        return value._version != state if is_version else not torch.equal(value, state)
-    if isinstance(value, np.ndarray):
-        return not np.array_equal(value, state)
-    children = _children(value) or []
-    return len(children) != len(state) or any(
-        key != old_key or child is not old or _is_changed(child, old_state)
-        for (key, child), (old_key, old, old_state) in zip(children, state, strict=True)
-    )
-
-
-def _written(own: Any, value: Any) -> Any:
-    """Give the user's object another value, in place if possible; return the object to use."""
-    if isinstance(own, Tensor) and isinstance(value, Tensor):
-        if value.requires_grad or own.shape != value.shape or own.dtype != value.dtype:
-            return value
-        # Other code may hold the same tensor.
-        return own if torch.equal(own, value) else own.copy_(value)
-    if isinstance(own, np.ndarray) and isinstance(value, np.ndarray) and own.shape == value.shape:
-        own[...] = value
-        return own
-    old, new = _children(own), _children(value)
-    if old is None or new is None or type(own) is not type(value):
-        return value
-    held = dict(old)
-    elements = {key: _written(held[key], e) if key in held else e for key, e in new}
-    if isinstance(own, list):
-        own[:] = elements.values()
-    elif isinstance(own, tuple):
-        is_same = all(elements[key] is child for key, child in old)
-        return own if is_same and len(old) == len(new) else value
-    elif isinstance(own, MutableMapping):
-        for key in held.keys() - elements.keys():
-            del own[key]
-        own.update(elements)
-    elif isinstance(own, Mapping):
-        return value
+        if value._version != state if is_version else not torch.equal(value, state):
+            yield path, True
+    elif isinstance(value, np.ndarray):
+        if not np.array_equal(value, state):
+            yield path, True
     else:
-        for key, element in elements.items():
-            if element is not held[key]:
-                setattr(own, key, element)
-    return own
+        children = dict(_children(value) or ())
+        for key in dict.fromkeys([*children, *state]):
+            is_kept = key in children and key in state and children[key] is state[key][0]
+            if is_kept:
+                yield from _changes(children[key], state[key][1], (*path, key))
+            else:
+                yield (*path, key), False
+
+
+class _Writer:
+    """Writes values into the user's own objects.
+
+    Args:
+        changes: Places that have changed, and whether the object there is still the same one.
+    """
+
+    def __init__(self, changes: Sequence[list[Any]]) -> None:
+        self._replaced = {tuple(path) for path, is_in_place in changes if not is_in_place}
+        self._in_place = {tuple(path) for path, is_in_place in changes if is_in_place}
+
+    def written(self, own: Any, value: Any, path: Path) -> Any:
+        """Give an object another value, in place where layers did so; return what to use for it."""
+        if path in self._replaced:
+            return value
+        if isinstance(own, Tensor) and isinstance(value, Tensor):
+            if path in self._in_place:
+                # Other code may hold the same tensor. It then has the gradient's path, too.
+                return own.copy_(value)
+            is_same = own.shape == value.shape and own.dtype == value.dtype
+            return own if is_same and not value.requires_grad and torch.equal(own, value) else value
+        if isinstance(own, np.ndarray) and isinstance(value, np.ndarray):
+            if path in self._in_place:
+                own[...] = value
+            return own if np.array_equal(own, value) else value
+        old, new = _children(own), _children(value)
+        if old is None or new is None or type(own) is not type(value):
+            return value
+        held = dict(old)
+        elements = {
+            key: self.written(held[key], element, (*path, key)) if key in held else element
+            for key, element in new
+        }
+        if isinstance(own, list):
+            own[:] = elements.values()
+        elif isinstance(own, tuple):
+            is_same = all(elements.get(key) is child for key, child in old)
+            return own if is_same and len(old) == len(new) else value
+        elif isinstance(own, MutableMapping):
+            for key in held.keys() - elements.keys():
+                del own[key]
+            own.update(elements)
+        elif isinstance(own, Mapping):
+            return value
+        else:
+            for key, element in elements.items():
+                if element is not held[key]:
+                    setattr(own, key, element)
+        return own

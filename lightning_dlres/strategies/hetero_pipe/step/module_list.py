@@ -157,7 +157,7 @@ class _ListCall:
                 "activations.",
                 f"Pass the very same objects, or {CUT_THE_STEP}.",
             )
-        if index and self.changes.positions():
+        if index and self.changes.found():
             raise NeedsCutStepError(
                 f"The further arguments of '{path}.{index}' must be as they were for '{path}.0', "
                 "got an object that has changed in between.",
@@ -224,7 +224,7 @@ def list_forwards(
 
 class ListMember:
     """A member of a pipelined list as one layer; its input tree is (first argument, args, kwargs,
-    and the positions of those that earlier members have changed).
+    and what earlier members have changed in them).
 
     Its output is the first argument of the next member, which also gets the same other arguments.
 
@@ -241,7 +241,7 @@ class ListMember:
         changes = ArgumentChanges(args, kwargs)
         with original_forward([self._module], CALL):
             output = self._module(first, *args, **kwargs)
-        changed = [*dict.fromkeys([*(earlier[0] if earlier else ()), *changes.positions()])]
+        changed = [*(earlier[0] if earlier else ()), *changes.found()]
         if self._is_last:
             return with_changes(output, args, kwargs, changed)
         return (output, args, kwargs, changed) if changed else (output, args, kwargs)
