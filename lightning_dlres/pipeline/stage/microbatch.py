@@ -7,7 +7,7 @@ samples for any number of stages or replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -84,12 +84,13 @@ class InputCutter:
     def __init__(self) -> None:
         # Structure of the inputs, position of a tensor and its length, other than the samples'.
         self._fixed: set[tuple[str, int, int]] = set()
+        # Places of lists that once had another length than the samples'.
+        self._fixed_lists: set[tuple[Any, ...]] = set()
 
     def cut(self, tree: Tree, sizes: Sequence[int]) -> list[Tree]:
         """Return the inputs of a module as one tree per micro-batch; see `cut`."""
         samples, (structure, tensors) = sum(sizes), flatten(tree)
-        if len(sizes) > 1:
-            _refuse_lists_of_samples(structure, samples, tensors)
+        self._require_no_lists_of_samples(list(_lists_in(structure, tensors, samples)), sizes)
         form = repr(structure)
         lengths = [(i, t.shape[0]) for i, t in enumerate(tensors) if t.dim()]
         self._fixed.update((form, i, length) for i, length in lengths if length != samples)
@@ -97,6 +98,26 @@ class InputCutter:
         parts = _cut(tree, sizes, with_lists=False, whole=whole)
         # A layer may change its input in place. Views of one tensor would count changes of all.
         return parts if len(sizes) == 1 else [map_tensors(Tensor.clone, part) for part in parts]
+
+    def _require_no_lists_of_samples(
+        self, lists: list[tuple[tuple[Any, ...], int]], sizes: Sequence[int]
+    ) -> None:
+        """Raise if a list looks like one with an element for each sample.
+
+        Raises:
+            UnsupportedStepError: If a list has as many elements as there are samples, as had all
+                earlier ones at its place.
+        """
+        samples = sum(sizes)
+        self._fixed_lists.update(place for place, length in lists if length != samples)
+        is_suspect = any(place not in self._fixed_lists for place, _ in lists)
+        if is_suspect and len(sizes) > 1:
+            raise UnsupportedStepError(
+                "Inputs of the pipelined module must not have a list with as many elements as "
+                f"there are samples ({samples}), since only tensors are cut into micro-batches. "
+                "Pass a tensor, or a tuple of numbers, which every micro-batch gets whole; or use "
+                "microbatches=1."
+            )
 
 
 def cut_batch(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
@@ -169,33 +190,26 @@ def _change_lists(
     return node
 
 
-def _refuse_lists_of_samples(node: list[Any], samples: int, tensors: Sequence[Tensor]) -> None:
-    """Raise if a list among a module's inputs looks like one with an element for each sample.
-
-    Raises:
-        UnsupportedStepError: If the inputs have a list with as many elements as there are samples,
-            of which none is a container or a tensor that is cut.
-    """
-
-    def is_alone(child: Any) -> bool:
-        if isinstance(child, list) and child and child[0] == "t":
-            return tensors[child[1]].shape[:1] != (samples,)
-        return _is_plain(child)
-
+def _lists_in(
+    node: list[Any], tensors: Sequence[Tensor], samples: int, place: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Yield the place and the length of each list that has neither containers, nor tensors of all
+    samples."""
     tag, content = node[0], node[-1]
     if tag in ("d", "m", "c") and isinstance(content, list):
-        for _, value in content:
-            _refuse_lists_of_samples(value, samples, tensors)
+        for number, (_, value) in enumerate(content):
+            yield from _lists_in(value, tensors, samples, (*place, number))
     elif tag in ("l", "u", "n") and isinstance(content, list):
-        if tag == "l" and len(content) == samples and all(map(is_alone, content)):
-            raise UnsupportedStepError(
-                "Inputs of the pipelined module must not have a list with as many elements as "
-                f"there are samples ({samples}), since only tensors are cut into micro-batches. "
-                "Pass a tensor, or a tuple of numbers, which every micro-batch gets whole; or use "
-                "microbatches=1."
-            )
-        for child in content:
-            _refuse_lists_of_samples(child, samples, tensors)
+        if tag == "l" and all(_is_alone(child, tensors, samples) for child in content):
+            yield place, len(content)
+        for number, child in enumerate(content):
+            yield from _lists_in(child, tensors, samples, (*place, number))
+
+
+def _is_alone(node: Any, tensors: Sequence[Tensor], samples: int) -> bool:
+    if isinstance(node, list) and node and node[0] == "t":
+        return tensors[node[1]].shape[:1] != (samples,)
+    return _is_plain(node)
 
 
 def _is_plain(node: Any) -> bool:

@@ -177,3 +177,46 @@ def test_a_table_that_once_was_no_samples_stays_whole() -> None:
 def test_sparse_samples_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"sparse_coo cannot be sent .* \.to_dense\(\)"):
         cut({"x": torch.eye(4).to_sparse()}, [2, 2])
+
+
+LISTS: dict[str, Any] = {
+    "numbers": [1, 2, 3, 4],
+    "texts": ["a", "b", "c", "d"],
+    "tensors": [torch.zeros(3), torch.zeros(2), torch.zeros(5), torch.zeros(())],
+    "nested": {"lengths": ([1.0, 2.0, 3.0, 4.0], 7)},
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_list_with_an_element_for_each_sample_is_refused(kind: str) -> None:
+    inputs = [torch.zeros(4, 2), LISTS[kind]]
+    with pytest.raises(UnsupportedStepError, match=r"there are samples \(4\)"):
+        InputCutter().cut(inputs, [2, 2])
+    # One micro-batch has all samples.
+    InputCutter().cut(inputs, [4])
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [(1, 2, 3, 4), [torch.zeros(4, 1)] * 4, [[1], [2], [3], [4]], [1, 2, 3]],
+    ids=["tuple", "tensors with samples", "lists", "another length"],
+)
+def test_other_sequences_are_in_every_micro_batch(fixed: Any) -> None:
+    for _, part in InputCutter().cut([torch.zeros(4, 2), fixed], [2, 2]):
+        assert len(part) == len(fixed)
+
+
+def test_a_list_that_had_another_length_is_fixed() -> None:
+    cutter, sizes = InputCutter(), [224, 224]
+    cutter.cut([torch.zeros(8, 3), sizes], [4, 4])
+    for _, part in cutter.cut([torch.zeros(2, 3), sizes], [1, 1]):
+        assert part == sizes
+
+
+def test_a_part_of_the_inputs_may_change_in_place() -> None:
+    whole = torch.arange(4.0)
+    first, second = InputCutter().cut(whole, [2, 2])
+    versions = second._version
+    first.add_(1)
+    assert second._version == versions
+    assert whole.tolist() == [0.0, 1.0, 2.0, 3.0]
