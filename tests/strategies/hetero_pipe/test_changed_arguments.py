@@ -200,6 +200,21 @@ class Adding(Layer):
         return x
 
 
+class Cleared(Keeping):
+    """Classifier whose step clears a list of its own, which the layers then fill."""
+
+    def __init__(self) -> None:
+        super().__init__("list")
+        self.rows: list[Tensor] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0]
+        self.rows.clear()
+        for layer in self.net:  # type: ignore[attr-defined]
+            x = layer(x, self.rows)
+        return F.cross_entropy(self.head(x), batch[1]) + torch.stack(self.rows).mean()
+
+
 class GivenTwice(Keeping):
     def __init__(self) -> None:
         super().__init__("list")
@@ -255,6 +270,7 @@ class ScaledByStep(ChangedByStep):
 OTHERS = {
     "dict of a sequence": case(partial(DictOfSequence, False)),
     "dict and output": case(partial(DictOfSequence, True)),
+    "cleared": case(Cleared),
     "aliased": case(partial(Aliased, False)),
     "aliased, trained": case(partial(Aliased, True)),
     "in place": case(InPlace),

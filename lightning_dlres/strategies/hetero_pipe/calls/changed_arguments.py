@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.core.wire.tree import Tree, map_tensors
 
 # Keys from the arguments to an object in them. The first one is the number of a positional argument
 # behind the first, or the name of a keyword argument.
@@ -126,6 +126,19 @@ def given_back_container(output: Tree, own: Any) -> Tree:
     """
     is_same = isinstance(output, dict) and output.keys() == {_SAME}
     return _Writer([]).written(own, output[_SAME], ()) if is_same else output
+
+
+def with_own_containers(inputs: Tree) -> Tree:
+    """Return the inputs of a call with containers of their own.
+
+    The run of the step up to the call is undone, and with it what the step has done to its own
+    containers.
+    """
+    try:
+        return map_tensors(lambda tensor: tensor, inputs)
+    except ConfigError:
+        # What cannot be sent is refused where it would be.
+        return inputs
 
 
 def _by_position(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:

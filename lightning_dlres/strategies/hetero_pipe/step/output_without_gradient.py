@@ -20,8 +20,8 @@ class _RaiseInBackward(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         raise UnsupportedStepError(
             "Gradients of the pipelined module are available in training_step only: elsewhere the "
-            "pipeline runs it forward only. Compute gradients in training_step, or validate on a "
-            "single device: Trainer(devices=1)."
+            "pipeline runs it forward only. Compute gradients in training_step, or evaluate on the "
+            "whole model: HeteroPipeStrategy(evaluation='whole')."
         )
 
 

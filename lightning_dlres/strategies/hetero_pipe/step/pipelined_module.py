@@ -38,6 +38,7 @@ from lightning_dlres.strategies.hetero_pipe.calls.changed_arguments import (
     SequentialMember,
     given_back,
     given_back_container,
+    with_own_containers,
 )
 from lightning_dlres.strategies.hetero_pipe.calls.modes import CallModes
 from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
@@ -272,7 +273,7 @@ class PipelinedModule:
         def stop(inputs: Tree, layer: int | None = None) -> Tree:
             self._require_modes(modes)
             check()
-            raise _StopAtCall(inputs)
+            raise _StopAtCall(with_own_containers(inputs))
 
         def check_at_first_member(inputs: Any) -> bool:
             check()  # The other members would not see what is set between their calls.
