@@ -74,6 +74,12 @@ def weight_of_layer(decoder: Decoder, x: Tensor) -> Tensor:
     return sum((layer.linear.weight.norm() for layer in decoder.layers), torch.zeros(()))
 
 
+def buffers_of_layers(decoder: Decoder, x: Tensor) -> Tensor:
+    # The first operation is on a buffer, and one on several of them follows.
+    copies = [layer.scale.detach().clone() for layer in decoder.layers]
+    return torch.stack([*copies, decoder.layers[1].scale]).sum()
+
+
 def layers_alone(decoder: Decoder, x: Tensor) -> Tensor:
     out: Tensor = decoder.layers[3](decoder.layers[0](decoder.stem(x))).square().mean()
     return out
@@ -181,6 +187,7 @@ def test_training_goes_on_after_an_evaluation_on_the_whole_model(pool: RankPool)
         "generated, module": case(partial(Generating, generated), module="net"),
         "generated, step": case(partial(Generating, generated), module="training_step"),
         "weight": case(partial(Generating, weight_of_layer)),
+        "buffers": case(partial(Generating, buffers_of_layers)),
         "some layers": case(partial(Generating, layers_alone), module="net"),
         "at the end": case(partial(AtTheEnd, generated)),
         "asked for": case(partial(AtTheEnd, generated), evaluation="whole"),

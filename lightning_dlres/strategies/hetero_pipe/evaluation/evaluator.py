@@ -207,6 +207,13 @@ class _EvaluationGuard(PipelinedWeightGuard):
             for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
         }
         self._layer_ids = inside - outside
+        # A remote buffer is another tensor than the one that takes its place.
+        self._buffers = {
+            id(buffer): (module, name)
+            for layer in context.pipelined.layers.modules
+            for module in layer.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        }
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -230,9 +237,21 @@ class _EvaluationGuard(PipelinedWeightGuard):
             operands = (*args, *kwargs.values())
             if name not in VALUE_FREE_OPERATIONS and self._uses_layers(operands):
                 self._evaluator.before_use()
+                if whole.is_held:
+                    args = tuple(map(self._present, args))
+                    kwargs = {key: self._present(value) for key, value in kwargs.items()}
         if whole.is_held:
             return function(*args, **kwargs)
         return super().__torch_function__(function, types, args, kwargs)
+
+    def _present(self, value: Any) -> Any:
+        """Return an operand with the present buffers in the place of remote ones."""
+        if isinstance(value, Tensor) and id(value) in self._buffers:
+            module, name = self._buffers[id(value)]
+            return getattr(module, name, value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self._present, value))
+        return value
 
     def _uses_layers(self, operands: Iterable[Any]) -> bool:
         return any(
