@@ -74,7 +74,7 @@ class CapturedModule:
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether the module has the same submodules as when it was captured."""
+        """True if the module has the same submodules as when it was captured."""
         return are_identical(tuple(self.module.modules()), self._submodules)
 
     def form(self, inputs: Tree, sizes: Collection[int]) -> object:

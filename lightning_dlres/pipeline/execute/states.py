@@ -191,7 +191,7 @@ def fill_remote_tensors(
 ) -> None:
     """Give every rank the values of its remote parameters and buffers, on a device.
 
-    Called by all ranks. What a rank holds stays as it is.
+    Called by all ranks. The tensors that a rank holds stay as they are.
     """
     with recurrent_weights_released(layers.root):
         for values in _values_of_stages(layers, owners, plan, mailbox):

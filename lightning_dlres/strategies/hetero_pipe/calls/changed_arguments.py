@@ -72,7 +72,7 @@ def given_back(crossing: Tree, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Return the output in what `with_changes` has returned, and make the changes.
 
     Args:
-        crossing: What the last member has returned.
+        crossing: Result of the last member.
         args: The user's own positional arguments behind the first one.
         kwargs: The user's own keyword arguments.
 
@@ -121,7 +121,7 @@ def given_back_container(output: Tree, own: Any) -> Tree:
     have returned what they got.
 
     Args:
-        output: What the last member has returned.
+        output: Result of the last member.
         own: The argument of the call.
     """
     is_same = isinstance(output, dict) and output.keys() == {_SAME}
@@ -137,7 +137,7 @@ def with_own_containers(inputs: Tree) -> Tree:
     try:
         return map_tensors(lambda tensor: tensor, inputs)
     except ConfigError:
-        # What cannot be sent is refused where it would be.
+        # The rank that sends the inputs refuses them.
         return inputs
 
 

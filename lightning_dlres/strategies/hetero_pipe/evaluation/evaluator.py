@@ -1,9 +1,9 @@
 """Steps of validation, test and prediction, and calls of the pipelined module outside of steps.
 
-All ranks run the user's code, and calls of the pipelined module go through the pipeline. Where that
-is not possible, each rank gets the whole model for the rest of the evaluation (see `whole_model`).
-All ranks come to this decision by themselves, from the same calls. So it takes nothing but what
-they all see: the arguments of a call, and the use of a layer's weight.
+All ranks run the user's code, and calls of the pipelined module go through the pipeline. If that is
+not possible, each rank gets the whole model for the rest of the evaluation (see `whole_model`). All
+ranks come to this decision by themselves, from the same calls. So it takes nothing but what they
+all see: the arguments of a call, and the use of a layer's weight.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Evaluator:
     Args:
         context: Context of the user's steps.
         whole: The whole model on this rank.
-        evaluation: Where evaluation runs.
+        evaluation: Place of evaluation, as chosen by the user.
         any_rank: Returns on all ranks whether a flag is set on any.
         microbatches: Micro-batches of a batch.
     """

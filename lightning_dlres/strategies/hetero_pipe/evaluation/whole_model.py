@@ -19,7 +19,7 @@ from lightning_dlres.pipeline.execute.states import fill_remote_tensors
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.strategies.connection import Connection
 
-# Where evaluation runs; see the argument of the strategy.
+# Place of evaluation; see the argument of the strategy.
 Evaluation = Literal["auto", "stages", "whole"]
 
 

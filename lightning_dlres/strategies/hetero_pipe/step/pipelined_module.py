@@ -193,7 +193,7 @@ class PipelinedModule:
 
     @property
     def has_present_layers(self) -> bool:
-        """Whether the module has the same layers as when this object was made."""
+        """True if the module has the same layers as when this object was made."""
         if has_several_layers(self.module):
             return are_identical(list(self.module.children()), self.layers.modules)
         is_up_to_date = self.captured is None or self.captured.is_up_to_date
