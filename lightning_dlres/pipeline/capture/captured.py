@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
@@ -77,7 +77,7 @@ class CapturedModule:
         """True if the module has the same submodules as when it was captured."""
         return are_identical(tuple(self.module.modules()), self._submodules)
 
-    def form(self, inputs: Tree, sizes: Collection[int]) -> object:
+    def form(self, inputs: Tree, sizes: Sequence[int]) -> object:
         """Return what decides whether `accepts` is true for a call.
 
         Args:
@@ -87,7 +87,7 @@ class CapturedModule:
         kinds = sorted({size == 1 for size in sizes})
         return mode_of(self.module), form_of(Skeleton.of(inputs)), tuple(kinds)
 
-    def accepts(self, inputs: Tree, sizes: Collection[int]) -> bool:
+    def accepts(self, inputs: Tree, sizes: Sequence[int]) -> bool:
         """Return whether the module is known to run with arguments of this form.
 
         Args:

@@ -269,3 +269,51 @@ def test_an_evaluation_that_stages_cannot_do_is_an_error_where_no_rank_may_hold_
     pool: RankPool, options: dict[str, Any], words: str
 ) -> None:
     pool.run(evaluation_error, 2, options, words)
+
+
+class OwnLoss(nn.Module):
+    """Module that returns its own loss if it gets targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(16, 12), nn.Linear(12, 12), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        out = self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return out if targets is None else F.cross_entropy(out, targets, reduction="none")
+
+
+class Counting(Classifier):
+    """Classifier that predicts by a call with other arguments, and keeps the bytes of then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = OwnLoss()
+        self.held: set[int] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch[0], batch[1]).mean()
+        return loss
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out: Tensor = self.net(batch[0])
+        self.held.add(self.trainer.strategy.resident_parameter_bytes)  # type: ignore[attr-defined]
+        return out
+
+
+def bytes_in_prediction(context: RankContext) -> tuple[set[int], float]:
+    model = Counting()
+    trainer = trainer_for(context, plan=None, module="net")
+    trainer.fit(model, batches())
+    outputs = trainer.predict(model, batches())
+    assert outputs is not None
+    return model.held, float(torch.cat(outputs).abs().sum())  # type: ignore[arg-type]
+
+
+def test_a_call_with_other_arguments_runs_over_the_stages(pool: RankPool) -> None:
+    whole = sum(p.numel() * p.element_size() for p in Counting().parameters())
+    results = pool.run(bytes_in_prediction, 2)
+    assert results[0][1] == results[1][1]
+    for held, _ in results:
+        assert max(held) < whole

@@ -61,6 +61,8 @@ class Evaluator:
         self._any_rank, self._microbatches = any_rank, microbatches
         # Forms of arguments for which the captured module was found able to run, or not.
         self._forms: dict[object, bool] = {}
+        # Whether code runs that is not the user's, within an evaluation step: layers, or a trial.
+        self.is_own_code = False
 
     def run(
         self, hook: Callable[..., Any], args: tuple[Any, ...], forward: Forward, fingerprint: int
@@ -97,13 +99,12 @@ class Evaluator:
         if self.whole.is_held:
             with context.precision():
                 return hook(*args)
-        guard = _EvaluationGuard(self)
 
         def answer(inputs: Tree, layer: int | None = None) -> Tree:
-            return self.answer(inputs, layer, forward=forward, fingerprint=fingerprint, guard=guard)
+            return self.answer(inputs, layer, forward=forward, fingerprint=fingerprint)
 
         intercepted = context.pipelined.intercepted(answer, self.runs_here)
-        with context.precision(), guard, intercepted:
+        with context.precision(), _EvaluationGuard(self), intercepted:
             return hook(*args)
 
     def answer(
@@ -113,7 +114,6 @@ class Evaluator:
         *,
         forward: Forward,
         fingerprint: int | None = None,
-        guard: _EvaluationGuard | None = None,
     ) -> Tree:
         """Return the output of a call of the pipelined module, or of a layer; called by all ranks.
 
@@ -122,13 +122,10 @@ class Evaluator:
             layer: Layer that is called; None for the pipelined module.
             forward: Runs the call over the stages.
             fingerprint: Digest of the batch; None outside of a step.
-            guard: Guard of the step; None outside of a step.
         """
         if self.runs_here(inputs, layer):
             return self._context.pipelined.run_here(inputs, layer)
-        if guard is None:
-            return forward(inputs, layer, fingerprint)
-        with guard.paused():
+        with self._own_code():
             return forward(inputs, layer, fingerprint)
 
     def runs_here(self, inputs: Any, layer: int | None = None) -> bool:
@@ -147,8 +144,17 @@ class Evaluator:
                 "Evaluation over stages must not collect hidden states of layers, got hooks that "
                 "do. Call the model with output_hidden_states=False, or use evaluation='whole'."
             )
-        reason = self._reason_against(inputs)
+        with self._own_code():
+            reason = self._reason_against(inputs)
         return reason is not None and self._hold(reason)
+
+    @contextmanager
+    def _own_code(self) -> Iterator[None]:
+        before, self.is_own_code = self.is_own_code, True
+        try:
+            yield
+        finally:
+            self.is_own_code = before
 
     def before_use(self) -> None:
         """Get the whole model before evaluation uses a layer's weight itself, where possible."""
@@ -175,7 +181,7 @@ class Evaluator:
         if captured is None or captured.is_step:
             return None
         samples = samples_in(inputs) or 1
-        sizes = set(microbatch_sizes(samples, self._microbatches))
+        sizes = microbatch_sizes(samples, self._microbatches)
         form = captured.form(inputs, sizes)
         if form not in self._forms:
             # Tensors of a stage decide on it, so the ranks must agree.
@@ -195,7 +201,7 @@ class _EvaluationGuard(PipelinedWeightGuard):
     def __init__(self, evaluator: Evaluator) -> None:
         context = evaluator._context
         super().__init__(context.layer_tensors, context.module)
-        self._evaluator, self._is_active = evaluator, True
+        self._evaluator = evaluator
         inside = {
             id(t)
             for layer in context.pipelined.layers.modules
@@ -215,15 +221,6 @@ class _EvaluationGuard(PipelinedWeightGuard):
             for name, buffer in module.named_buffers(recurse=False)
         }
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context manager in which layers run."""
-        self._is_active = False
-        try:
-            yield
-        finally:
-            self._is_active = True
-
     def __torch_function__(
         self,
         function: Callable[..., Any],
@@ -232,7 +229,7 @@ class _EvaluationGuard(PipelinedWeightGuard):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         whole, kwargs = self._evaluator.whole, kwargs or {}
-        if self._is_active and not whole.is_held:
+        if not self._evaluator.is_own_code and not whole.is_held:
             name = getattr(function, "__name__", "?")
             operands = (*args, *kwargs.values())
             if name not in VALUE_FREE_OPERATIONS and self._uses_layers(operands):
