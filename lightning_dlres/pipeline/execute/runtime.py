@@ -37,6 +37,7 @@ from lightning_dlres.pipeline.stage.microbatch import (
     InputCutter,
     join_if_alike,
     microbatch_sizes,
+    own_copy,
     samples_in,
     share,
 )
@@ -151,7 +152,7 @@ class Runtime:
         outputs = []
         for microbatch in own:
             if self.is_first:
-                activation = parts[microbatch]
+                activation = own_copy(parts[microbatch], sizes)
             else:
                 activation = self.receive(Channel.ACTIVATION, -1, microbatch, "the activations")
             with (

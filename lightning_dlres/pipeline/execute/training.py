@@ -25,7 +25,7 @@ from lightning_dlres.pipeline.stage.layer_errors import (
     explaining_single_samples,
     noting_micro_batch,
 )
-from lightning_dlres.pipeline.stage.microbatch import join_if_alike, share
+from lightning_dlres.pipeline.stage.microbatch import join_if_alike, own_copy, share
 from lightning_dlres.pipeline.stage.stage import inplace_safe_aliases
 
 
@@ -198,7 +198,10 @@ class TrainingStep:
             self.explaining_single_samples(m),
             noting_micro_batch(self.sizes[m], sum(self.sizes)),
         ):
-            self.outputs[m] = self.stage.forward(m, self.inputs[m], self.seed)
+            inputs = self.inputs[m]
+            if self.runtime.is_first:
+                inputs = own_copy(inputs, self.sizes)
+            self.outputs[m] = self.stage.forward(m, inputs, self.seed)
         if not self.runtime.is_first:
             del self.inputs[m]
 

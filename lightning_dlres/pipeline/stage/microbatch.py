@@ -95,9 +95,7 @@ class InputCutter:
         lengths = [(i, t.shape[0]) for i, t in enumerate(tensors) if t.dim()]
         self._fixed.update((form, i, length) for i, length in lengths if length != samples)
         whole = {i for i, length in lengths if (form, i, length) in self._fixed}
-        parts = _cut(tree, sizes, with_lists=False, whole=whole)
-        # A layer may change its input in place. Views of one tensor would count changes of all.
-        return parts if len(sizes) == 1 else [map_tensors(Tensor.clone, part) for part in parts]
+        return _cut(tree, sizes, with_lists=False, whole=whole)
 
     def _require_no_lists_of_samples(
         self, lists: list[tuple[tuple[Any, ...], int]], sizes: Sequence[int]
@@ -118,6 +116,18 @@ class InputCutter:
                 "Pass a tensor, or a tuple of numbers, which every micro-batch gets whole; or use "
                 "microbatches=1."
             )
+
+
+def own_copy(part: Tree, sizes: Sequence[int]) -> Tree:
+    """Return a micro-batch with memory of its own, for layers that change their input in place.
+
+    To autograd, a change of one view is a change of all views of the same tensor.
+
+    Args:
+        part: Micro-batch, from `cut`.
+        sizes: Number of samples of every micro-batch.
+    """
+    return part if len(sizes) == 1 else map_tensors(Tensor.clone, part)
 
 
 def cut_batch(batch: Tree, sizes: Sequence[int]) -> list[Tree]:

@@ -116,7 +116,7 @@ class RunPlanner:
         # Sentences for messages, or empty: why the pipelined module's own code was not cut, how to
         # cut more of a step, and why the step is cut in the place of a module.
         self._uncut_reason = self._hint = self._refused = ""
-        # Whether other modules are tried in the place of the one that was chosen first.
+        # True once another module is tried in the place of the one that was chosen first.
         self._tries_others = False
 
     @property

@@ -61,7 +61,7 @@ class Evaluator:
         self._any_rank, self._microbatches = any_rank, microbatches
         # Forms of arguments for which the captured module was found able to run, or not.
         self._forms: dict[object, bool] = {}
-        # Whether code runs that is not the user's, within an evaluation step: layers, or a trial.
+        # True while layers or a trial run within the user's step.
         self.is_own_code = False
 
     def run(
@@ -123,12 +123,12 @@ class Evaluator:
             forward: Runs the call over the stages.
             fingerprint: Digest of the batch; None outside of a step.
         """
-        if self.runs_here(inputs, layer):
+        if self.runs_here(inputs):
             return self._context.pipelined.run_here(inputs, layer)
         with self._own_code():
             return forward(inputs, layer, fingerprint)
 
-    def runs_here(self, inputs: Any, layer: int | None = None) -> bool:
+    def runs_here(self, inputs: Any) -> bool:
         """Return whether each rank runs a call itself, and get the whole model for it if needed.
 
         Raises:
@@ -137,7 +137,7 @@ class Evaluator:
         """
         if self.whole.is_held:
             return True
-        if self._collects(layer):
+        if self._collects():
             if self._hold("Hooks of transformers collect what the layers return."):
                 return True
             raise UnsupportedStepError(
@@ -163,7 +163,8 @@ class Evaluator:
     def _hold(self, reason: str) -> bool:
         return self._evaluation != "stages" and self.whole.hold(reason)
 
-    def _collects(self, layer: int | None) -> bool:
+    def _collects(self) -> bool:
+        """Return whether layers have hooks whose states the code around them would miss."""
         pipelined = self._context.pipelined
         # The code of a captured module runs on every stage, and collects there.
         if isinstance(pipelined, PipelinedModule) and pipelined.captured is not None:
