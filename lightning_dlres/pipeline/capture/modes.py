@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_dlres.core._compat import CALL, storage_key
+from lightning_dlres.core._compat import storage_key
 from lightning_dlres.core.rng import forked, seed_all_devices
 from lightning_dlres.core.wire.nested import tensors_in
 from lightning_dlres.core.wire.tree import Tree, tensors_of
 from lightning_dlres.pipeline.capture.operations import operation_name, written_by
+from lightning_dlres.pipeline.stage.attribute_state import AttributeState
 from lightning_dlres.pipeline.stage.module_attributes import MANAGED_ATTRIBUTES
 
 # `training` of a module, and if gradients are recorded: code may ask for both.
@@ -56,7 +57,9 @@ def trial(module: nn.Module, mode: Mode, device: torch.device) -> Iterator[None]
     """
     is_training, records_gradients = mode
     modes = [(m, m.training) for m in module.modules()]
-    attributes = [(m, _own_attributes(m)) for m in module.modules()]
+    # A layer that sets itself up in its first call must do so again. A forward may be replaced
+    # during the trial.
+    attributes = AttributeState(module.modules(), MANAGED_ATTRIBUTES | {"forward"})
     buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
     if module.training != is_training:
         module.train(is_training)
@@ -70,20 +73,9 @@ def trial(module: nn.Module, mode: Mode, device: torch.device) -> Iterator[None]
     finally:
         for m, training in modes:
             m.training = training
-        for m, own in attributes:
-            # A layer that sets itself up in its first call must do so again.
-            for name in _own_attributes(m).keys() - own.keys():
-                del vars(m)[name]
-            vars(m).update(own)
+        attributes.restore()
         for buffer, before in buffers:
             buffer.data.copy_(before)
-
-
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that its own code sets."""
-    # A call or a forward may be replaced during the trial.
-    left_out = MANAGED_ATTRIBUTES | {CALL, "forward"}
-    return {name: value for name, value in vars(module).items() if name not in left_out}
 
 
 @contextmanager

@@ -233,8 +233,9 @@ class Runtime:
             raise UnsupportedStepError(
                 f"{self.plan.rank_name(self.rank)} is {place}, and "
                 f"{self.plan.rank_name(announcer)} is {expected_place}. The pipelined module must "
-                "be called on all ranks or on none. Call it without a condition on the rank. Code "
-                "that sets trainer.should_stop must do so on all ranks."
+                "be called on all ranks or on none. Call it without a condition on the rank. The "
+                "same holds for uses of its weights. Code that sets trainer.should_stop must do so "
+                "on all ranks."
             )
         if expected_digest != batch_digest:
             raise BatchMismatchError(
@@ -245,6 +246,20 @@ class Runtime:
                 "on_after_batch_transfer and on_train_batch_start."
             )
         return list(sizes)
+
+    def meet(self, place: str) -> None:
+        """Wait until all ranks are at the same place of user code; see `announce`."""
+        announcer, key = self.plan.replicas[0][0], self.key("met")
+        with self.explaining(
+            f"It is {place}, where all ranks must be, or none. No condition on the rank may decide."
+        ):
+            self.announce(None, 0, place)
+            if self.rank != announcer:
+                self._mailbox.send(announcer, Channel.STEP, key, None)
+                return
+            for peer in range(self.plan.world_size):
+                if peer != announcer:
+                    self._mailbox.receive(peer, Channel.STEP, key, "an answer")
 
     def explaining(self, reason: str) -> AbstractContextManager[None]:
         """Context manager in which a long wait for a message names this likely reason.

@@ -43,6 +43,7 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.plan.planner import with_schedule
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
+from lightning_dlres.strategies.hetero_pipe.replay.layer_attributes import LayerAttributes
 from lightning_dlres.strategies.hetero_pipe.run_planner import PlannedRun, RunPlanner
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 
@@ -73,6 +74,8 @@ class Deployment:
         written_in_forward: Parameters that a layer's forward writes to.
         compression: Compression of gradients between replicas; None if there is none. It is closed
             at the run's end, and keeps its residuals for a checkpoint.
+        attributes: Attributes of the layers; None on a single rank, and for a model that no rank
+            holds whole.
     """
 
     def __init__(
@@ -93,6 +96,11 @@ class Deployment:
         self.owners, self.seed = owners, seed
         self.optimizers, self.is_whole = optimizers, is_whole
         self.compression: ReplicaCompression | None = None
+        self.attributes: LayerAttributes | None = None
+        if is_whole and connection.world_size > 1:
+            self.attributes = LayerAttributes(
+                context.module, self.layers, self.plan, connection.mailbox, context.device
+            )
 
     @classmethod
     def deploy(
@@ -198,6 +206,8 @@ class Deployment:
                 whole model back if it had it before the run.
         """
         if orderly and self.is_whole:
+            if self.attributes is not None:
+                self.attributes.share()
             restore_whole_model(self.layers, self.owners, self.plan, self.connection.mailbox)
         elif not self.is_whole:
             _LEFT_PARTITIONED.add(self.module)

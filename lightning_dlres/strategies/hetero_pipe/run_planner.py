@@ -160,7 +160,7 @@ class RunPlanner:
         cause: DlresError | None = None
         for other in others:
             name = other if other == TRAINING_STEP else repr(other)
-            rank_zero_info(f"dlres: {name} is cut into stages in the place of {path!r}. {reason}")
+            rank_zero_info(f"dlres: tries to cut {name} in the place of {path!r}. {reason}")
             # Reference cycles of the attempts before may hold graphs, which keep parameters from
             # moving.
             gc.collect()

@@ -156,15 +156,16 @@ def make_runner(
         deployment.owners,
         plan,
         connection,
+        deployment.attributes,
         device=context.device,
         limit=options.memory_limit_of(connection.rank, connection.world_size),
-        is_possible=deployment.is_whole,
     )
     evaluator = Evaluator(
         context,
         whole,
         options.evaluation,
         connection.any_rank,
+        runtime.meet,
         runtime.microbatches,
     )
     runner = StepRunner(

@@ -167,6 +167,60 @@ class DictOfSequence(Classifier):
         return loss if self.reads_output else loss + sum(state["seen"]).square().mean()
 
 
+class Renewing(nn.Module):
+    """First layer, which returns a new dict.
+
+    Args:
+        changes: Whether it changes the dict that it got.
+    """
+
+    def __init__(self, changes: bool) -> None:
+        super().__init__()
+        self.linear, self.changes = nn.Linear(16, 16), changes
+
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        x = state["x"] + torch.tanh(self.linear(state["x"]))
+        if self.changes:
+            state["first"] = x.square().mean(1)
+            return {"x": x, "seen": state.pop("seen")}
+        return {"x": x, "seen": []}
+
+
+class RenewedDict(Classifier):
+    """Classifier that reads the dict that it gave to a sequence, which goes on with another one.
+
+    Args:
+        changes: Whether the first layer changes the dict.
+        is_last: Whether the last layer returns a tensor.
+    """
+
+    def __init__(self, changes: bool, is_last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layers = [DictLayer(), DictLayer(), DictLayer(is_last=is_last)]
+        self.net, self.head = nn.Sequential(Renewing(changes), *layers), nn.Linear(16, 5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        state: dict[str, Any] = {"x": batch[0], "seen": [batch[0].mean(1)]}
+        output = self.net(state)
+        x = output if isinstance(output, Tensor) else output["x"]
+        loss = F.cross_entropy(self.head(x), batch[1]) + (x - state["x"]).square().mean()
+        self.log("left", float(len(state.get("seen", ()))))
+        return loss + state["first"].mean() if "first" in state else loss
+
+
+class ReadBeside(DictOfSequence):
+    """Classifier that reads both the output of a sequence and its dict."""
+
+    def __init__(self) -> None:
+        super().__init__(reads_output=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        state: dict[str, Any] = {"x": batch[0], "seen": []}
+        loss = F.cross_entropy(self.head(self.net(state)), batch[1])
+        return loss + state["x"].square().mean() + sum(state["seen"]).square().mean()
+
+
 class Aliased(Keeping):
     """Classifier that holds a second reference to a tensor that layers change in a dict.
 
@@ -270,6 +324,11 @@ class ScaledByStep(ChangedByStep):
 OTHERS = {
     "dict of a sequence": case(partial(DictOfSequence, False)),
     "dict and output": case(partial(DictOfSequence, True)),
+    "dict beside the output": case(ReadBeside),
+    "new dict": case(partial(RenewedDict, False, False)),
+    "new dict, tensor": case(partial(RenewedDict, False, True)),
+    "new dict, changed": case(partial(RenewedDict, True, False)),
+    "new dict, changed, tensor": case(partial(RenewedDict, True, True), "gpipe"),
     "cleared": case(Cleared),
     "aliased": case(partial(Aliased, False)),
     "aliased, trained": case(partial(Aliased, True)),

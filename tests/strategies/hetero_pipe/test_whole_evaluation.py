@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dlres import PipelinePlan
+from lightning_dlres.core.comm import mailbox
 from lightning_dlres.core.errors import ConfigError, PeerLostError, UnsupportedStepError
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (
@@ -208,6 +209,127 @@ def test_three_stages_hold_the_whole_model(pool: RankPool) -> None:
 def test_two_replicas_hold_the_whole_model(pool: RankPool) -> None:
     cases = {"generated": case(partial(Generating, generated), stages=2)}
     assert pool.run(differences_in, 4, cases) == no_differences_in(cases, 4)
+
+
+class Keeping(nn.Module):
+    """Layer that keeps a flag of its first call, a moving scale, a list and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.is_ready, self.scale = nn.Linear(16, 16), False, 1.0
+        self.norms: list[float] = []
+        self.shift = torch.zeros(16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        if not self.is_ready:
+            self.is_ready, self.shift = True, -hidden.detach().mean(0)
+        if self.training:
+            self.scale = 0.9 * self.scale + 0.1 * float(hidden.detach().abs().max())
+            self.norms.append(self.scale)
+        # Another tensor takes the place of the buffer.
+        self.calls = self.calls + 1.0
+        return torch.tanh((hidden + self.shift) / (self.scale + 0.1 * len(self.norms)))
+
+
+class KeepingLayers(Classifier):
+    """Classifier whose layers keep values in attributes, and whose validation may use a buffer."""
+
+    def __init__(self, uses_buffer: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layers = [Keeping() for _ in range(4)]
+        self.net, self.uses_buffer = nn.Sequential(*layers, nn.Linear(16, 5)), uses_buffer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("before", F.cross_entropy(self.net(batch[0]), batch[1]))
+        if self.uses_buffer:
+            self.log("used", sum(layer.calls * 2 for layer in list(self.net)[:4]))  # type: ignore[misc]
+        self.log("after", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def val_dataloader(self) -> Any:
+        return batches()
+
+
+def test_evaluation_sees_what_layers_keep_in_attributes(pool: RankPool) -> None:
+    cases = {
+        "stages": case(partial(KeepingLayers, False), microbatches=1, evaluation="stages"),
+        "whole": case(partial(KeepingLayers, False), microbatches=1, evaluation="whole"),
+        "buffer": case(partial(KeepingLayers, True), microbatches=1),
+    }
+    assert pool.run(differences_in, 2, cases) == no_differences_in(cases)
+
+
+def kept_by_layers(context: RankContext) -> list[tuple[bool, float, int, float]]:
+    model = KeepingLayers(True)
+    trainer_for(context, plan=None, microbatches=1).fit(model, batches())
+    layers: list[Any] = list(model.net)[:4]  # type: ignore[call-overload]
+    return [
+        (layer.is_ready, layer.scale, len(layer.norms), float(layer.shift.sum()))
+        for layer in layers
+    ]
+
+
+def test_all_ranks_have_the_attributes_of_layers_after_training(pool: RankPool) -> None:
+    first, second = pool.run(kept_by_layers, 2)
+    assert first == second
+    assert all(is_ready and scale != 1.0 and norms for is_ready, scale, norms, _ in first)
+
+
+class Logit:
+    """Object that cannot be sent."""
+
+
+class Unsendable(Keeping):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = Logit()
+        return super().forward(x)
+
+
+class UnsendableLayers(KeepingLayers):
+    def __init__(self) -> None:
+        super().__init__(uses_buffer=True)
+        self.net = nn.Sequential(*(Unsendable() for _ in range(4)), nn.Linear(16, 5))
+
+
+def validate_with_unsendable(context: RankContext) -> None:
+    trainer = trainer_for(context, plan=None)
+    if context.rank == 0:
+        with pytest.warns(UserWarning, match=r"net\.\d\.last \(Logit\).*cannot be sent"):
+            trainer.fit(UnsendableLayers(), batches())
+    else:
+        trainer.fit(UnsendableLayers(), batches())
+
+
+def test_a_warning_names_attributes_that_cannot_be_sent(pool: RankPool) -> None:
+    pool.run(validate_with_unsendable, 2)
+
+
+class UsedAlone(Classifier):
+    """Classifier that uses a layer's weight on one rank."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+        if self.global_rank == 0:
+            self.observed.append(float(self.net[0].weight.norm()))  # type: ignore[index]
+
+    def val_dataloader(self) -> Any:
+        return batches()
+
+
+def use_alone(context: RankContext) -> None:
+    mailbox._EXPLAIN_SECONDS = 0.1
+    trainer_for(context, plan=None, timeout=8).fit(UsedAlone(), batches())
+
+
+def test_a_weight_that_one_rank_uses_alone_is_named(pool: RankPool) -> None:
+    outcome = pool.run_expecting_errors(use_alone, 2, timeout=120)[0]
+    place = "at the use of a layer's weight in evaluation, where all ranks must be, or none"
+    assert place in outcome.error_message + outcome.output
 
 
 class Bytes(Callback):

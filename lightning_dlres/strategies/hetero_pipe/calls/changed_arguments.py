@@ -25,8 +25,9 @@ Path = tuple[Any, ...]
 # Keys of what `with_changes` returns.
 _OUTPUT, _CHANGES = "output of the list", "changes by its members"
 _ARGUMENTS = "arguments that they have changed"
-# Key of a container that all members of an `nn.Sequential` so far have returned.
-_SAME = "container that the members return"
+# Keys of what a member of an `nn.Sequential` returns while the user's own container is on its way:
+# the container, and the output if that is another object by now.
+_OWN, _OTHER = "container of the user", "output beside it"
 
 
 class ArgumentChanges:
@@ -99,33 +100,48 @@ class SequentialMember:
     """A member of an `nn.Sequential` as one layer.
 
     User code may read the container that it gave to the first member. The members may change it,
-    and return it.
+    and return it or another one. So it travels with the output if it has changed.
 
     Args:
         module: The member.
+        is_first: Whether its input is the user's own.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, is_first: bool) -> None:
+        self._module, self._is_first = module, is_first
 
     def __call__(self, inputs: Tree) -> Tree:
-        is_wrapped = isinstance(inputs, dict) and inputs.keys() == {_SAME}
-        own = inputs[_SAME] if is_wrapped else inputs
-        output = self._module(own)
+        if _carries(inputs) and _OTHER in inputs:
+            return {**inputs, _OTHER: self._module(inputs[_OTHER])}
+        is_carried = _carries(inputs)
+        own = inputs[_OWN] if is_carried else inputs
         is_container = not isinstance(own, Tensor | tuple) and _children(own) is not None
-        return {_SAME: output} if output is own and is_container else output
+        if not is_container or not (is_carried or self._is_first):
+            return self._module(own)
+        changes = ArgumentChanges([own], {})
+        output = self._module(own)
+        if output is own:
+            return {_OWN: own}
+        return {_OWN: own, _OTHER: output} if is_carried or changes.found() else output
 
 
 def given_back_container(output: Tree, own: Any) -> Tree:
-    """Return the output of an `nn.Sequential`, which is the user's own container if all members
-    have returned what they got.
+    """Return the output of an `nn.Sequential`, and make the changes of the members in the user's
+    own container.
 
     Args:
         output: Result of the last member.
         own: The argument of the call.
     """
-    is_same = isinstance(output, dict) and output.keys() == {_SAME}
-    return _Writer([]).written(own, output[_SAME], ()) if is_same else output
+    if not _carries(output):
+        return output
+    written = _Writer([]).written(own, output[_OWN], ())
+    return output.get(_OTHER, written)
+
+
+def _carries(value: Tree) -> bool:
+    """Return whether a member's result holds the user's own container."""
+    return isinstance(value, dict) and value.keys() in ({_OWN}, {_OWN, _OTHER})
 
 
 def with_own_containers(inputs: Tree) -> Tree:

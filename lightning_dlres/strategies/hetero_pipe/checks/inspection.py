@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from lightning_dlres._compat import RECURRENT_CACHES
 from lightning_dlres.core import rng
-from lightning_dlres.core._compat import CALL
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.capture.crossing import without_objects
 from lightning_dlres.pipeline.deferred.values import is_deferred, stand_in_values
+from lightning_dlres.pipeline.stage.attribute_state import AttributeState
 from lightning_dlres.pipeline.stage.microbatch import samples_in
-from lightning_dlres.pipeline.stage.module_attributes import HAS_COLLECTORS, MANAGED_ATTRIBUTES
+from lightning_dlres.pipeline.stage.module_attributes import MANAGED_ATTRIBUTES
 from lightning_dlres.pipeline.stage.shared_inputs import SharedInputs
 from lightning_dlres.pipeline.stage.stage import Layer
 from lightning_dlres.strategies.hetero_pipe.calls.needs_cut import NeedsCutStepError
@@ -119,7 +119,7 @@ class _LocalLayers:
         self, context: StepContext, guard: LayerTensorGuard, inspection: StepInspection
     ) -> None:
         self._context, self._guard, self._inspection = context, guard, inspection
-        self._saved_attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._saved_attributes: list[AttributeState] = []
 
     def run(self, inputs: Tree) -> Tree:
         """Return the output of the last layer, as the last stage would have it."""
@@ -165,10 +165,8 @@ class _LocalLayers:
             yield
         finally:
             # A module in two layers was saved twice. Reverse order restores its first values last.
-            for module, before in reversed(self._saved_attributes):
-                for name in vars(module).keys() - before.keys() - {CALL, HAS_COLLECTORS}:
-                    del vars(module)[name]
-                vars(module).update(before)
+            for saved in reversed(self._saved_attributes):
+                saved.restore()
 
     def _inspect(self, module: nn.Module, layer: Any, inputs: Tree) -> tuple[Tree, list[str]]:
         """Run a layer twice: with all samples replaced by the first, and with its real inputs.
@@ -176,11 +174,7 @@ class _LocalLayers:
         Returns:
             The output for the real inputs, and the reasons why the layer depends on micro-batches.
         """
-        # A step's calls of its layers are replaced during the trial.
-        self._saved_attributes += [
-            (m, {name: value for name, value in vars(m).items() if name != CALL})
-            for m in module.modules()
-        ]
+        self._saved_attributes.append(AttributeState(module.modules()))
         samples, rewind_random_state = samples_in(inputs), rng.rewinder(self._context.device)
         # This run comes first, so that a layer creates attributes that it creates only once, such
         # as a table of positions. The second run then does not show them as changes.

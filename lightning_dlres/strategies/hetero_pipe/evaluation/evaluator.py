@@ -29,6 +29,9 @@ from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import (
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import PipelinedModule
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 
+# Place of user code, for errors.
+_CALL = "at a call of the pipelined module in evaluation"
+
 
 class Forward(Protocol):
     """Runs the pipelined module, or one layer, over the stages; see `StepRunner.forward`."""
@@ -46,6 +49,8 @@ class Evaluator:
         whole: The whole model on this rank.
         evaluation: Place of evaluation, as chosen by the user.
         any_rank: Returns on all ranks whether a flag is set on any.
+        meet: Waits until all ranks are at the same place of user code, which it gets by name; an
+            error if they are not.
         microbatches: Micro-batches of a batch.
     """
 
@@ -55,10 +60,12 @@ class Evaluator:
         whole: WholeModel,
         evaluation: Evaluation,
         any_rank: Callable[[bool], bool],
+        meet: Callable[[str], None],
         microbatches: int,
     ) -> None:
         self._context, self.whole, self._evaluation = context, whole, evaluation
-        self._any_rank, self._microbatches = any_rank, microbatches
+        self._any_rank, self._meet, self._microbatches = any_rank, meet, microbatches
+        self._guard: _EvaluationGuard | None = None
         # Forms of arguments for which the captured module was found able to run, or not.
         self._forms: dict[object, bool] = {}
         # True while layers or a trial run within the user's step.
@@ -104,8 +111,12 @@ class Evaluator:
             return self.answer(inputs, layer, forward=forward, fingerprint=fingerprint)
 
         intercepted = context.pipelined.intercepted(answer, self.runs_here)
-        with context.precision(), _EvaluationGuard(self), intercepted:
-            return hook(*args)
+        self._guard = _EvaluationGuard(self)
+        try:
+            with context.precision(), self._guard, intercepted:
+                return hook(*args)
+        finally:
+            self._guard = None
 
     def answer(
         self,
@@ -138,7 +149,7 @@ class Evaluator:
         if self.whole.is_held:
             return True
         if self._collects():
-            if self._hold("Hooks of transformers collect what the layers return."):
+            if self._meet_and_hold(_CALL, "Hooks of transformers collect what the layers return."):
                 return True
             raise UnsupportedStepError(
                 "Evaluation over stages must not collect hidden states of layers, got hooks that "
@@ -146,7 +157,7 @@ class Evaluator:
             )
         with self._own_code():
             reason = self._reason_against(inputs)
-        return reason is not None and self._hold(reason)
+        return reason is not None and self._meet_and_hold(_CALL, reason)
 
     @contextmanager
     def _own_code(self) -> Iterator[None]:
@@ -155,10 +166,21 @@ class Evaluator:
             yield
         finally:
             self.is_own_code = before
+            if self._guard is not None:
+                self._guard.note_tensors()
 
     def before_use(self) -> None:
         """Get the whole model before evaluation uses a layer's weight itself, where possible."""
-        self._hold("Evaluation uses a weight of a layer outside of the pipelined module.")
+        self._meet_and_hold(
+            "at the use of a layer's weight in evaluation",
+            "Evaluation uses a weight of a layer outside of the pipelined module.",
+        )
+
+    def _meet_and_hold(self, place: str, reason: str) -> bool:
+        """Get the whole model at a place of user code that ranks may reach alone by mistake."""
+        if self._evaluation != "stages" and self.whole.is_possible:
+            self._meet(place)
+        return self._hold(reason)
 
     def _hold(self, reason: str) -> bool:
         return self._evaluation != "stages" and self.whole.hold(reason)
@@ -186,6 +208,7 @@ class Evaluator:
         form = captured.form(inputs, sizes)
         if form not in self._forms:
             # Tensors of a stage decide on it, so the ranks must agree.
+            self._meet(_CALL)
             self._forms[form] = not self._any_rank(not captured.accepts(inputs, sizes))
         if self._forms[form]:
             return None
@@ -203,17 +226,10 @@ class _EvaluationGuard(PipelinedWeightGuard):
         context = evaluator._context
         super().__init__(context.layer_tensors, context.module)
         self._evaluator = evaluator
-        inside = {
-            id(t)
-            for layer in context.pipelined.layers.modules
-            for t in (*layer.parameters(), *layer.buffers())
-        }
-        outside = {
-            id(t)
-            for _, module in context.pipelined.layers.non_pipelined_modules()
-            for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        }
-        self._layer_ids = inside - outside
+        self._layers = context.pipelined.layers
+        # By their ids. Tensors that layers have replaced stay, since user code may hold them.
+        self._of_layers: dict[int, Tensor] = {}
+        self.note_tensors()
         # A remote buffer is another tensor than the one that takes its place.
         self._buffers = {
             id(buffer): (module, name)
@@ -221,6 +237,18 @@ class _EvaluationGuard(PipelinedWeightGuard):
             for module in layer.modules()
             for name, buffer in module.named_buffers(recurse=False)
         }
+
+    def note_tensors(self) -> None:
+        """Take in the tensors of the layers, after layers may have replaced buffers."""
+        outside = {
+            id(t)
+            for _, module in self._layers.non_pipelined_modules()
+            for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        }
+        for layer in self._layers.modules:
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                if id(tensor) not in outside:
+                    self._of_layers[id(tensor)] = tensor
 
     def __torch_function__(
         self,
@@ -253,7 +281,7 @@ class _EvaluationGuard(PipelinedWeightGuard):
 
     def _uses_layers(self, operands: Iterable[Any]) -> bool:
         return any(
-            id(value) in self._layer_ids
+            id(value) in self._of_layers
             if isinstance(value, Tensor)
             else isinstance(value, list | tuple) and self._uses_layers(value)
             for value in operands

@@ -18,6 +18,7 @@ from lightning_dlres.pipeline.execute.partition import ModelLayers, Owners, part
 from lightning_dlres.pipeline.execute.states import fill_remote_tensors
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.strategies.connection import Connection
+from lightning_dlres.strategies.hetero_pipe.replay.layer_attributes import LayerAttributes
 
 # Place of evaluation; see the argument of the strategy.
 Evaluation = Literal["auto", "stages", "whole"]
@@ -33,9 +34,9 @@ class WholeModel:
         owners: Stages that hold each parameter.
         plan: Plan of the run.
         connection: Connection to the other ranks.
+        attributes: Attributes of the layers; None for a model that no rank holds whole.
         device: Device of this rank.
         limit: Bytes that the model may take on this rank; None without a limit.
-        is_possible: False for a model that was built in parts, which is too large for a rank.
 
     Attributes:
         is_held: Whether this rank holds the whole model now.
@@ -47,13 +48,13 @@ class WholeModel:
         owners: Owners,
         plan: PipelinePlan,
         connection: Connection,
+        attributes: LayerAttributes | None,
         *,
         device: torch.device,
         limit: int | None,
-        is_possible: bool,
     ) -> None:
         self._layers, self._owners, self._plan = layers, owners, plan
-        self._connection, self._device, self._is_possible = connection, device, is_possible
+        self._connection, self._attributes, self._device = connection, attributes, device
         tensors = {*layers.root.parameters(), *layers.root.buffers()}
         self._bytes = sum(t.numel() * t.element_size() for t in tensors)
         self._free: Callable[[], int] | None = None
@@ -64,6 +65,11 @@ class WholeModel:
         self._told: set[str] = set()
         self.is_held = False
 
+    @property
+    def is_possible(self) -> bool:
+        """False for a model that was built in parts, which is too large for a rank."""
+        return self._attributes is not None
+
     def hold(self, reason: str) -> bool:
         """Get the layers of other stages, unless they do not fit in the memory of some rank; return
         whether this rank holds the whole model.
@@ -71,7 +77,7 @@ class WholeModel:
         Args:
             reason: Why the evaluation needs it, as a sentence.
         """
-        if self.is_held or not self._is_possible:
+        if self.is_held or self._attributes is None:
             return self.is_held
         lacks_memory = self._free is not None and self._free() < self._bytes
         if self._connection.any_rank(lacks_memory):
@@ -88,13 +94,15 @@ class WholeModel:
         with torch.inference_mode(False), torch.no_grad():
             mailbox = self._connection.mailbox
             fill_remote_tensors(self._layers, self._owners, self._plan, mailbox, self._device)
+            self._attributes.lend()
         return True
 
     def release(self) -> None:
         """Drop the layers of other stages again."""
-        if not self.is_held:
+        if not self.is_held or self._attributes is None:
             return
         _, stage = self._plan.position(self._connection.rank)
         with torch.inference_mode(False), torch.no_grad():
+            self._attributes.take_back()
             partition(self._layers, self._owners, self._plan, stage, self._device)
         self.is_held = False

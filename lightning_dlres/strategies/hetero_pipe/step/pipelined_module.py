@@ -116,7 +116,7 @@ class PipelinedModule:
         if self.captured is not None:
             return _CapturedLayer(self.captured, index, module)
         if is_plain_sequential(self.module):
-            return SequentialMember(module)
+            return SequentialMember(module, is_first=index == 0)
         if isinstance(self.module, nn.ModuleList):
             return ListMember(module, is_last=index == len(self.layers.modules) - 1)
         return _SingleLayer(module)

@@ -237,17 +237,15 @@ class IsolatedState:
 
     def diff(self) -> Tree:
         """Return the changes of the run, by path; see `attribute_changes` for their form."""
-        changes = {}
         self._pending, self._changed = [], self._possibly_changed()
-        for state in self._changed:
-            change = self._change_of(state)
-            if change is not None:
-                changes[state.path] = change
-        return changes | self._encode_pending()
+        changes = {state.path: self._change_of(state) for state in self._changed}
+        found = {path: change for path, change in changes.items() if change is not None}
+        return found | self._encode_pending()
 
     def diff_so_far(self) -> Tree:
         """Return the changes until now, like `diff`; user code may run on."""
         changes, self._changed = self.diff(), None
+        self._copies.forget_writes()
         return changes
 
     def restore(self, layer_tensors: LayerTensors | None = None) -> None:

@@ -130,6 +130,10 @@ class ValueCopies:
             self._is_written[id(value)] = not _is_unchanged(known)
         return self._is_written[id(value)]
 
+    def forget_writes(self) -> None:
+        """Ask again which copies the run has written to, since it goes on."""
+        self._is_written.clear()
+
     def _reusable(self) -> dict[int, ValueCopy]:
         """Return the copies that are as they were at the start of the run, by the id of their
         original. A copy that was not asked for may have changed."""

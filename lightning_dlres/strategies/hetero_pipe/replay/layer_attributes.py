@@ -1,0 +1,115 @@
+"""Attributes of layers, which change on the ranks of the layers only.
+
+A layer may keep a flag of its first call, a moving average or a list in plain attributes. Other
+ranks get these together with its weights: for evaluation on the whole model, and at a run's end.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_dlres.core.comm.mailbox import Channel, Mailbox
+from lightning_dlres.core.wire.tree import map_tensors
+from lightning_dlres.pipeline.execute.partition import ModelLayers
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.attribute_changes import (
+    unsendable_values,
+)
+from lightning_dlres.strategies.hetero_pipe.replay.user_state.attributes import (
+    IsolatedState,
+    UserState,
+)
+
+
+class LayerAttributes:
+    """What all layers keep in attributes beside parameters and buffers.
+
+    Made at the start of a run, when all ranks have the same attributes. All ranks call its methods
+    together.
+
+    Args:
+        module: The LightningModule.
+        layers: Its layers.
+        plan: Plan of the run.
+        mailbox: Mailbox for messages between the ranks.
+        device: Device of this rank.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        layers: ModelLayers,
+        plan: PipelinePlan,
+        mailbox: Mailbox,
+        device: torch.device,
+    ) -> None:
+        self._mailbox, self._device = mailbox, device
+        # A module that several stages run counts on the first of them.
+        stages: dict[nn.Module, int] = {}
+        for index, layer in enumerate(layers.modules):
+            for inner in layer.modules():
+                stages.setdefault(inner, plan.stage_of(index))
+        named = [
+            [(name, inner) for name, inner in module.named_modules() if stages.get(inner) == stage]
+            for stage in range(len(plan.split))
+        ]
+        # Objects in attributes count, but not modules: each has its own place.
+        self._states = [UserState(partial(list, own), [module]) for own in named]
+        self._sources = list(plan.replicas[0])
+        self._observed = {
+            stage: self._states[stage].observe()
+            for stage, source in enumerate(self._sources)
+            if source == mailbox.rank
+        }
+        self._lent: list[IsolatedState] = []
+        self._reported: set[str] = set()
+
+    def lend(self) -> None:
+        """Give every rank the present attributes of all layers, until `take_back`.
+
+        What cannot be sent stays as it was, which a warning names.
+        """
+        self._lent = [
+            state.isolate()
+            for stage, state in enumerate(self._states)
+            if stage not in self._observed
+        ]
+        lost = self.share()
+        new = {name: kind for name, kind in lost.items() if name not in self._reported}
+        self._reported |= new.keys()
+        if new and self._mailbox.rank == 0:
+            names = ", ".join(f"{name} ({kind})" for name, kind in sorted(new.items()))
+            warnings.warn(
+                f"Layers have set {names}, which cannot be sent, so this evaluation on the whole "
+                "model does not see it on all ranks. Keep tensors, numbers and strings in "
+                "attributes, in lists and in dicts.",
+                stacklevel=2,
+            )
+
+    def take_back(self) -> None:
+        """Give each rank the attributes of other ranks' layers that it had before `lend`."""
+        for isolated in self._lent:
+            isolated.restore()
+        self._lent = []
+
+    def share(self) -> dict[str, str]:
+        """Give every rank the present attributes of all layers; return the classes of those that
+        cannot be sent, by name."""
+        lost: dict[str, str] = {}
+        for stage, source in enumerate(self._sources):
+            changes = None
+            if stage in self._observed:
+                changes = map_tensors(Tensor.cpu, self._observed[stage].diff_so_far())
+            changes = self._mailbox.broadcast(
+                source, Channel.STATE, ("attributes", stage), changes, "attributes of layers"
+            )
+            lost |= unsendable_values(changes)
+            if stage not in self._observed:
+                own = map_tensors(lambda tensor: tensor.to(self._device), changes)
+                self._states[stage].apply(own, {})
+        return lost
