@@ -267,10 +267,13 @@ def held_tensors(
 ) -> dict[str, Tensor]:
     """Return the parameters and buffers that a stage holds, by name.
 
-    A tied parameter is there once, under its first name in the whole model.
+    A tied parameter is there once, under its first name in the whole model. User code may have
+    added a copy of a layer since, which has values on the ranks of the layer.
     """
     held: dict[str, Tensor] = {
-        n: p for n, p in layers.root.named_parameters() if stage in owners[p]
+        n: p
+        for n, p in layers.root.named_parameters()
+        if (stage in owners[p] if p in owners else not p.is_meta)
     }
     stages = layers.stages_by_module(plan)
     for prefix, module in layers.root.named_modules():

@@ -243,7 +243,10 @@ def _values_of_stages(
                 # Several stages may hold a buffer, with different values. Take the value of the
                 # first stage that runs the module, or of stage 0 outside of the layers.
                 if isinstance(tensor, nn.Parameter)
-                or first_stage.get(modules[name.rpartition(".")[0]], 0) == stage
+                or (
+                    first_stage.get(modules[name.rpartition(".")[0]], 0) == stage
+                    and not tensor.is_meta
+                )
             }
         yield mailbox.broadcast(
             source, Channel.STATE, ("whole", stage), own_values, "the trained weights"

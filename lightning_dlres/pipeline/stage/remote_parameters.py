@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_dlres.core._compat import torch_function_disabled
 from lightning_dlres.core.errors import UnsupportedStepError
@@ -36,6 +37,10 @@ class RemoteTensor(Tensor):
     ) -> Any:
         return _checked(func, args, kwargs or {})
 
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _not_saved(self)
+
 
 class RemoteParameter(nn.Parameter):
     """A parameter of another stage. It has no gradient.
@@ -52,6 +57,10 @@ class RemoteParameter(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return _checked(func, args, kwargs or {})
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _not_saved(self)
 
 
 class _HookedGradient:
@@ -151,6 +160,14 @@ def _as_remote(result: Any) -> Any:
     if type(result) in (list, tuple):
         return type(result)(_as_remote(item) for item in result)
     return result
+
+
+def _not_saved(tensor: Tensor) -> UnsupportedStepError:
+    return UnsupportedStepError(
+        f"A tensor of shape {tuple(tensor.shape)} must not be pickled or saved on this rank, since "
+        "another stage holds its values. Call trainer.save_checkpoint on all ranks, or save the "
+        "model after the run."
+    )
 
 
 def _no_values(operation: str) -> UnsupportedStepError:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -63,7 +64,15 @@ class PartitionedStrategy(ConnectedStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = self._module.state_dict()
-        if self._deployment is None or (self._connection is None and self._deployment.is_whole):
+        if self._deployment is None:
+            return state
+        if self._connection is None and self._deployment.is_whole:
+            if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+                raise ConfigError(
+                    "The model must be whole to be saved, got one without the layers of other "
+                    "ranks, because its run has failed. Use ModelCheckpoint(save_on_exception="
+                    "True), or go on from the last checkpoint."
+                )
             return state
         if self._writes_shards:
             return state

@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.execute.optimizers import (
+    names_in_groups,
+    order_as,
     require_dense,
     require_owned,
     require_separable,
@@ -184,8 +186,11 @@ class Deployment:
         """
         replicas = len(self.plan.replicas)
         summed = {p for p, stages in self.owners.items() if replicas * len(stages) > 1}
+        names = dict(self.module.named_parameters())
         for optimizer in optimizers:
             require_owned(optimizer, self.owners, type(self.module).__name__)
+            groups = self.connection.broadcast(names_in_groups(optimizer, names), 0)
+            order_as(optimizer, names, groups)
             require_dense(optimizer, summed)
             require_separable(optimizer, len(self.plan.split))
             # Adagrad creates state for all parameters when it is made. Remote parameters must have

@@ -427,7 +427,8 @@ class HeteroPipeStrategy(PartitionedStrategy):
                 closing.callback(self._connection.close)
             closing.push(self._until_teardown.pop_all())
             if None not in (self._connection, self._deployment, self._runner):
-                self._deployment.end(orderly=not self._connection.failed)  # type: ignore[union-attr]
+                with self._announcing_failures():
+                    self._deployment.end(orderly=not self._connection.failed)  # type: ignore[union-attr]
         if self._deployment is not None and self._deployment.optimizers:
             self._used_schedule = self.schedule
         self._connection, self._runner, self._saved_residuals = None, None, None

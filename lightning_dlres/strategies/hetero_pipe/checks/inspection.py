@@ -281,7 +281,8 @@ def _first_samples_alike(a: Tree, b: Tree, samples: int | None) -> bool:
         first, other = (
             t[0].detach().to(torch.promote_types(t.dtype, _COMPARISON_DTYPE)) for t in (x, y)
         )
-        scale = float(other.abs().amax()) if other.numel() else 0.0
+        finite = torch.nan_to_num(other, 0.0, 0.0, 0.0)
+        scale = float(finite.abs().amax()) if other.numel() else 0.0
         if not torch.allclose(first, other, _TOLERANCE, _TOLERANCE * scale, equal_nan=True):
             return False
     return True

@@ -8,13 +8,14 @@ all see: the arguments of a call, and the use of a layer's weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
@@ -68,6 +69,7 @@ class Evaluator:
         self._guard: _EvaluationGuard | None = None
         # Forms of arguments for which the captured module was found able to run, or not.
         self._forms: dict[object, bool] = {}
+        self._has_warned = False
         # True while layers or a trial run within the user's step.
         self.is_own_code = False
 
@@ -88,16 +90,15 @@ class Evaluator:
                 "evaluation must be 'stages' for a model that does not fit in the memory of each "
                 "rank, got 'whole'. Use 'stages', or raise memory_limit."
             )
-        if any(map(_zeroes_padding, context.module.modules())):
-            # Torch leaves this way of its own where a guard watches operations.
-            self._hold("nn.TransformerEncoder sets padded positions to 0 in evaluation.")
+        # Torch leaves this way of its own where a guard watches operations.
+        self._hold_for_padding()
         try:
             return self._run(hook, args, forward, fingerprint)
         finally:
             # Hooks at the end of an evaluation, such as one that sets averaged weights back, find
             # the weights as they were at its start.
-            if _is_last_batch(context.module.trainer, args):
-                whole.release()
+            if _is_last_batch(context.module.trainer):
+                whole.release(may_keep=True)
 
     def _run(
         self, hook: Callable[..., Any], args: tuple[Any, ...], forward: Forward, fingerprint: int
@@ -155,6 +156,8 @@ class Evaluator:
                 "Evaluation over stages must not collect hidden states of layers, got hooks that "
                 "do. Call the model with output_hidden_states=False, or use evaluation='whole'."
             )
+        if self._hold_for_padding(inputs):
+            return True
         with self._own_code():
             reason = self._reason_against(inputs)
         return reason is not None and self._meet_and_hold(_CALL, reason)
@@ -181,6 +184,43 @@ class Evaluator:
         if self._evaluation != "stages" and self.whole.is_possible:
             self._meet(place)
         return self._hold(reason)
+
+    def _hold_for_padding(self, inputs: Any = None) -> bool:
+        """Get the whole model if torch treats padding in a way of its own in evaluation.
+
+        Args:
+            inputs: Inputs of a call of the pipelined module outside of steps; None for a step.
+
+        Raises:
+            UnsupportedStepError: If an encoder has begun on batches with padding without it.
+        """
+        encoders = list(filter(_zeroes_padding, self._context.module.modules()))
+        if not encoders:
+            return False
+        if inputs is not None and any(map(self._is_around, encoders)):
+            if _has_padding(inputs):
+                raise UnsupportedStepError(
+                    "nn.TransformerEncoder must not be called with padding outside of "
+                    "validation_step, test_step and predict_step, got such a call. Make it with "
+                    "enable_nested_tensor=False."
+                )
+            return False
+        reason = "nn.TransformerEncoder sets padded positions to 0 in evaluation."
+        if self._hold(reason) if inputs is None else self._meet_and_hold(_CALL, reason):
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{reason} This evaluation over stages does not. If batches have padding, make the "
+                "encoder with enable_nested_tensor=False, for which both are alike."
+            )
+        return False
+
+    def _is_around(self, encoder: nn.Module) -> bool:
+        pipelined = self._context.pipelined
+        return isinstance(pipelined, PipelinedModule) and (
+            encoder is not pipelined.module and pipelined.module in set(encoder.modules())
+        )
 
     def _hold(self, reason: str) -> bool:
         return self._evaluation != "stages" and self.whole.hold(reason)
@@ -288,17 +328,17 @@ class _EvaluationGuard(PipelinedWeightGuard):
         )
 
 
-def _is_last_batch(trainer: Trainer, args: tuple[Any, ...]) -> bool:
-    """Return whether the arguments of a step show that it is the last of the evaluation."""
-    counts: dict[RunningStage | None, Any] = {
-        RunningStage.SANITY_CHECKING: trainer.num_sanity_val_batches,
-        RunningStage.VALIDATING: trainer.num_val_batches,
-        RunningStage.TESTING: trainer.num_test_batches,
-        RunningStage.PREDICTING: trainer.num_predict_batches,
+def _is_last_batch(trainer: Trainer) -> bool:
+    """Return whether the step that runs now is the last of the evaluation."""
+    loops: dict[RunningStage | None, Any] = {
+        RunningStage.SANITY_CHECKING: trainer.fit_loop.epoch_loop.val_loop,
+        RunningStage.VALIDATING: trainer.validate_loop,
+        RunningStage.TESTING: trainer.test_loop,
+        RunningStage.PREDICTING: trainer.predict_loop,
     }
-    batches = counts.get(trainer.state.stage) or []
-    _, number, loader, *_ = (*args, None, 0) if len(args) < 2 else (*args, 0)
-    return bool(batches) and loader == len(batches) - 1 and number == batches[-1] - 1
+    is_in_fit = trainer.state.fn == TrainerFn.FITTING
+    loop = loops.get(RunningStage.SANITY_CHECKING if is_in_fit else trainer.state.stage)
+    return loop is not None and bool(loop.batch_progress.is_last_batch)
 
 
 def _zeroes_padding(module: nn.Module) -> bool:
@@ -309,3 +349,22 @@ def _zeroes_padding(module: nn.Module) -> bool:
         and not torch.is_grad_enabled()
         and bool(getattr(module, "use_nested_tensor", False))
     )
+
+
+def _has_padding(inputs: Any) -> bool:
+    """Return whether an encoder has given padding to its first layer.
+
+    A rank that holds its layers has put the samples into a nested tensor, without padding.
+    """
+    values = [inputs]
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_nested:
+                return True
+        elif isinstance(value, Mapping):
+            if isinstance(value.get("src_key_padding_mask"), Tensor):
+                return True
+            values += value.values()
+        elif isinstance(value, list | tuple):
+            values += value
+    return False

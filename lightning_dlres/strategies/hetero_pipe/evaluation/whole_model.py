@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.pipeline.execute.partition import ModelLayers, Owners, partition
 from lightning_dlres.pipeline.execute.states import fill_remote_tensors
@@ -92,17 +93,40 @@ class WholeModel:
         self.is_held = True
         # Evaluation may be in inference mode, whose tensors could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
-            mailbox = self._connection.mailbox
-            fill_remote_tensors(self._layers, self._owners, self._plan, mailbox, self._device)
+            self._fill()
             self._attributes.lend()
         return True
 
-    def release(self) -> None:
-        """Drop the layers of other stages again."""
+    def release(self, may_keep: bool = False) -> None:
+        """Drop the layers of other stages again.
+
+        Args:
+            may_keep: Whether to keep them until the next call where user code keeps a graph with
+                their parameters, such as losses for a hook at the end.
+
+        Raises:
+            ConfigError: If user code keeps such a graph, and `may_keep` is not set.
+        """
         if not self.is_held or self._attributes is None:
             return
         _, stage = self._plan.position(self._connection.rank)
         with torch.inference_mode(False), torch.no_grad():
+            failure: ConfigError | None = None
+            try:
+                partition(self._layers, self._owners, self._plan, stage, self._device)
+            except ConfigError as error:
+                failure = error
+            if self._connection.any_rank(failure is not None):
+                if not may_keep:
+                    raise ConfigError(
+                        "Evaluation on the whole model must not keep results with a graph, got "
+                        "some when training went on. Keep loss.detach() in the place of loss."
+                    ) from failure
+                self._fill()
+                return
             self._attributes.take_back()
-            partition(self._layers, self._owners, self._plan, stage, self._device)
         self.is_held = False
+
+    def _fill(self) -> None:
+        mailbox = self._connection.mailbox
+        fill_remote_tensors(self._layers, self._owners, self._plan, mailbox, self._device)
