@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core._compat import CALL
+from lightning_dlres.core._compat import CALL, registered_buffers
 from lightning_dlres.pipeline.stage.module_attributes import (
     HAS_COLLECTORS,
     MANAGED_ATTRIBUTES,
@@ -41,6 +41,7 @@ class AttributeState:
 
     def __init__(self, modules: Iterable[nn.Module], left_out: Collection[str] = ()) -> None:
         self._left_out = {CALL, HAS_COLLECTORS, *left_out}
+        modules = list(modules)
         self._namespaces = [(vars(module), self._kept(vars(module))) for module in modules]
         pending = [
             value
@@ -50,6 +51,10 @@ class AttributeState:
         ]
         # By the id of each object: the object and its content.
         self._contents: dict[int, tuple[Any, Any]] = {}
+        # A layer may register a buffer in its first call, or put another tensor in its place.
+        for module in modules:
+            for registered in registered_buffers(module):
+                self._contents[id(registered)] = registered, _content_of(registered)
         for value in pending:
             if id(value) in self._contents:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -49,9 +49,15 @@ from lightning_dlres.strategies.hetero_pipe.replay.layer_attributes import Layer
 from lightning_dlres.strategies.hetero_pipe.run_planner import PlannedRun, RunPlanner
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 
-# Models made on the meta device that an earlier run has partitioned. Their parameters stay on the
-# ranks that trained them, since the whole model may be too large for the memory of one rank.
-_LEFT_PARTITIONED: WeakSet[nn.Module] = WeakSet()
+# Models that an earlier run has left partitioned, and whether each rank had the whole model before
+# it. One that was made on the meta device may be too large for the memory of one rank. After a run
+# that has failed, no rank can have the whole model.
+_LEFT_PARTITIONED: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def is_left_partitioned(module: nn.Module) -> bool:
+    """Return whether each rank has the parameters of its stage in an earlier run only."""
+    return module in _LEFT_PARTITIONED
 
 
 class Deployment:
@@ -133,7 +139,7 @@ class Deployment:
                 module's output.
         """
         module, device = context.module, context.device
-        was_partitioned = module in _LEFT_PARTITIONED
+        was_partitioned = is_left_partitioned(module)
         planner = RunPlanner(
             context=context,
             options=options,
@@ -208,14 +214,16 @@ class Deployment:
 
         Args:
             orderly: True if no rank has failed. All ranks then call this, and every rank gets the
-                whole model back if it had it before the run.
+                whole model back if it had it before the run, or before one that has failed.
         """
-        if orderly and self.is_whole:
+        was_whole = self.is_whole or _LEFT_PARTITIONED.get(self.module, False)
+        if orderly and was_whole:
             if self.attributes is not None:
                 self.attributes.share()
             restore_whole_model(self.layers, self.owners, self.plan, self.connection.mailbox)
-        elif not self.is_whole:
-            _LEFT_PARTITIONED.add(self.module)
+            _LEFT_PARTITIONED.pop(self.module, None)
+        else:
+            _LEFT_PARTITIONED[self.module] = was_whole
 
     def gather_model_state(self, state: dict[str, Any], mailbox: Mailbox) -> dict[str, Any]:
         """Return the whole model's state dict on rank 0."""
@@ -347,10 +355,12 @@ def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _require_own_parameters(module: LightningModule, owners: Owners, stage: int) -> None:
-    lost = [n for n, p in module.named_parameters() if p.is_meta and stage in owners[p]]
+    # A copy of a layer that user code made during the earlier run is no lost parameter.
+    own = [(name, p) for name, p in module.named_parameters() if stage in owners.get(p, ())]
+    lost = [name for name, parameter in own if parameter.is_meta]
     if lost:
         raise ConfigError(
-            f"{type(module).__name__} was left partitioned by an earlier run with another "
-            f"split: stage {stage} has no values for {lost[:3]}. Use the same Trainer, "
-            "or load a checkpoint into a new model."
+            f"{type(module).__name__} was left partitioned by an earlier run, which had another "
+            f"split or has failed: stage {stage} has no values for {lost[:3]}. Use the same "
+            "Trainer, or load a checkpoint into a new model."
         )

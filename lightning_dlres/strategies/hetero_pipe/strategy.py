@@ -31,7 +31,7 @@ from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
 from lightning_dlres.strategies.hetero_pipe.checkpoints import PartitionedStrategy
 from lightning_dlres.strategies.hetero_pipe.data.loaders import share_loader, unsharded_loaders
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
-from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
+from lightning_dlres.strategies.hetero_pipe.deployment import Deployment, is_left_partitioned
 from lightning_dlres.strategies.hetero_pipe.evaluation.whole_model import Evaluation
 from lightning_dlres.strategies.hetero_pipe.options import MemoryLimit, PipeOptions, Recompute
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
@@ -47,7 +47,10 @@ from lightning_dlres.strategies.hetero_pipe.step.module_search import find_pipel
 from lightning_dlres.strategies.hetero_pipe.step.single_device_view import sees_single_device
 from lightning_dlres.strategies.hetero_pipe.step.step_context import SplitBatch, StepContext
 from lightning_dlres.strategies.hetero_pipe.step_runner import StepRunner
-from lightning_dlres.strategies.hetero_pipe.trainer_adaptations import adapted_trainer
+from lightning_dlres.strategies.hetero_pipe.trainer_adaptations import (
+    adapted_trainer,
+    refusing_stop_iteration,
+)
 from lightning_dlres.strategies.hetero_pipe.unsupported_callbacks import refuse_unsupported
 
 PrecisionContext = Callable[[], AbstractContextManager[Any]]
@@ -247,8 +250,9 @@ class HeteroPipeStrategy(PartitionedStrategy):
         # A model on the meta device has no storage for a checkpoint before `setup` materialises it.
         # Read once: after `setup`, remote parameters of every model are on the meta device.
         if self._made_on_meta is None:
-            self._made_on_meta = has_meta_tensors(self._module)
-        return self._made_on_meta
+            is_meta = has_meta_tensors(self._module)
+            self._made_on_meta = is_meta and not is_left_partitioned(self._module)
+        return self._made_on_meta or is_left_partitioned(self._module)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -352,7 +356,7 @@ class HeteroPipeStrategy(PartitionedStrategy):
                 f"training_step must be called with positional arguments, got keywords "
                 f"{list(kwargs)}. Use training_step(batch, batch_idx)."
             )
-        with self._announcing_failures():
+        with self._announcing_failures(), refusing_stop_iteration("training_step", self.world_size):
             runner = self._runner_in(self.precision_plugin.train_step_context)
             batch = self._module.trainer.fit_loop.total_batch_idx
             if isinstance(runner, PlainSteps):
@@ -377,7 +381,7 @@ class HeteroPipeStrategy(PartitionedStrategy):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args)
 
     def _evaluate(self, hook: str, context: PrecisionContext, args: tuple[Any, ...]) -> Any:
-        with self._announcing_failures():
+        with self._announcing_failures(), refusing_stop_iteration(hook, self.world_size):
             return self._runner_in(context).evaluate(getattr(self._module, hook), args)
 
     def _runner_in(self, context: PrecisionContext) -> StepRunner | PlainSteps:
@@ -427,8 +431,11 @@ class HeteroPipeStrategy(PartitionedStrategy):
                 closing.callback(self._connection.close)
             closing.push(self._until_teardown.pop_all())
             if None not in (self._connection, self._deployment, self._runner):
+                orderly = not self._connection.failed  # type: ignore[union-attr]
                 with self._announcing_failures():
-                    self._deployment.end(orderly=not self._connection.failed)  # type: ignore[union-attr]
+                    if orderly and isinstance(self._runner, StepRunner):
+                        self._runner.runtime.meet("at the end of the run")
+                    self._deployment.end(orderly)  # type: ignore[union-attr]
         if self._deployment is not None and self._deployment.optimizers:
             self._used_schedule = self.schedule
         self._connection, self._runner, self._saved_residuals = None, None, None

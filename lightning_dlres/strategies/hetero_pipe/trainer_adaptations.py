@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import ModelSummary, ThroughputMonitor
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dlres import _compat
+from lightning_dlres.core.error_places import place_of
+from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.pipeline.execute.partition import has_meta_tensors
 from lightning_dlres.strategies.connection import Connection
 
@@ -44,6 +46,32 @@ def adapted_trainer(
             elif isinstance(callback, ModelSummary) and trainer.state.fn == TrainerFn.FITTING:
                 undo.callback(_summarise_whole_model(callback, trainer, module))
         yield
+
+
+@contextmanager
+def refusing_stop_iteration(hook: str, ranks: int) -> Iterator[None]:
+    """Context manager of a step of the user's, which may not end the epoch by an exception.
+
+    Lightning takes `StopIteration` for the end of the data. Other ranks would go on.
+
+    Args:
+        hook: Name of the step.
+        ranks: Number of ranks. A single one does as in plain training.
+
+    Raises:
+        UnsupportedStepError: If the step raises `StopIteration`.
+    """
+    try:
+        yield
+    except StopIteration as error:
+        if ranks == 1:
+            raise
+        place = place_of(error)
+        # As its cause, `contextlib` would raise the StopIteration in the place of this error.
+        raise UnsupportedStepError(
+            f"{hook} must not raise StopIteration, which ends the epoch in Lightning, got one"
+            f"{f' at {place}' if place else ''}. Catch it, or give next() a default."
+        ) from None
 
 
 def _count_as_one_device(monitor: ThroughputMonitor, connection: Connection) -> None:

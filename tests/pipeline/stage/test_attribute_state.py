@@ -79,3 +79,14 @@ def test_a_module_in_an_attribute_is_not_opened() -> None:
     other.calls = 1  # type: ignore[assignment]
     state.restore()
     assert other.calls == 1
+
+
+def test_buffers_get_their_tensors_back() -> None:
+    module: Any = nn.BatchNorm1d(2)
+    mean, state = module.running_mean, AttributeState([module])
+    module.running_mean = mean + 1
+    module.register_buffer("late", torch.zeros(1), persistent=False)
+    state.restore()
+    assert module.running_mean is mean
+    assert not hasattr(module, "late")
+    assert "late" not in module._non_persistent_buffers_set

@@ -154,5 +154,5 @@ def _is_close(ours: Tensor, theirs: Tensor) -> bool:
         return False
     if not theirs.is_floating_point() or not theirs.numel():
         return torch.equal(ours, theirs)
-    scale = float(theirs.detach().nan_to_num().abs().max())
+    scale = float(theirs.detach().nan_to_num(0.0, 0.0, 0.0).abs().max())
     return torch.allclose(ours, theirs, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)

@@ -256,5 +256,7 @@ def _is_part(
         whole = _narrowed(whole, dim, of_whole // samples, part, by_view=by_view)
     if not whole.is_floating_point():
         return torch.equal(tensor, whole)
-    scale = float(whole.detach().abs().max()) if whole.numel() else 0.0
+    # Values that are not finite must be equal, and give no tolerance to the others.
+    finite = whole.detach().nan_to_num(0.0, 0.0, 0.0)
+    scale = float(finite.abs().max()) if whole.numel() else 0.0
     return torch.allclose(tensor, whole, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
@@ -207,6 +208,13 @@ def _state(value: Any) -> Any:
     return {key: (child, _state(child)) for key, child in _children(value) or ()}
 
 
+def _are_equal(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Return whether two arrays hold the same bytes: NaN does not equal itself."""
+    if a.dtype.hasobject or b.dtype.hasobject:
+        return np.array_equal(a, b)
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
 def _changes(value: Any, state: Any, path: Path) -> Iterator[tuple[Path, bool]]:
     """Yield where a value has changed, and whether the object there is still the same one."""
     if isinstance(value, Tensor):
@@ -214,7 +222,7 @@ def _changes(value: Any, state: Any, path: Path) -> Iterator[tuple[Path, bool]]:
         if value._version != state if is_version else not torch.equal(value, state):
             yield path, True
     elif isinstance(value, np.ndarray):
-        if not np.array_equal(value, state):
+        if not _are_equal(value, state):
             yield path, True
     else:
         children = dict(_children(value) or ())
@@ -250,7 +258,7 @@ class _Writer:
         if isinstance(own, np.ndarray) and isinstance(value, np.ndarray):
             if path in self._in_place:
                 own[...] = value
-            return own if np.array_equal(own, value) else value
+            return own if _are_equal(own, value) else value
         old, new = _children(own), _children(value)
         if old is None or new is None or type(own) is not type(value):
             return value

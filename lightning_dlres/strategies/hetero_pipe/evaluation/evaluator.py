@@ -30,6 +30,8 @@ from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import (
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import PipelinedModule
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
 
+# Forms of arguments that are kept, the newest ones. A text among them may differ in every call.
+_MAX_FORMS = 64
 # Place of user code, for errors.
 _CALL = "at a call of the pipelined module in evaluation"
 
@@ -250,6 +252,8 @@ class Evaluator:
             # Tensors of a stage decide on it, so the ranks must agree.
             self._meet(_CALL)
             self._forms[form] = not self._any_rank(not captured.accepts(inputs, sizes))
+            if len(self._forms) > _MAX_FORMS:
+                self._forms.pop(next(iter(self._forms)))
         if self._forms[form]:
             return None
         return f"The forward of {type(captured.module).__name__} cannot be cut for its arguments."

@@ -318,5 +318,5 @@ def _is_close(value: Any, expected: Any) -> bool:
     )
     if a.shape != b.shape:
         return False
-    scale = float(b.abs().amax()) if b.numel() else 0.0
+    scale = float(b.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if b.numel() else 0.0
     return torch.allclose(a, b, rtol=_ROUNDING, atol=_ROUNDING * scale, equal_nan=True)

@@ -290,7 +290,8 @@ class StepEffects:
         rng.restore(first["rng"], self._device)
         for log in logs[0] if part_sizes is None else merge_parts(logs, part_sizes):
             log.replay(self._module)
-        if self._trainer.is_global_zero:
+        # A process without a terminal may have no standard output.
+        if self._trainer.is_global_zero and sys.stdout is not None:
             sys.stdout.write(first["printed"])
         for call in records[-1]["logger"]:
             LoggerCall.replay(call, self._trainer.loggers)
