@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dlres import PipelinePlan
 from lightning_dlres.core.comm import mailbox
@@ -21,6 +22,7 @@ from tests.support.training_cases import (
     Classifier,
     batches,
     differences_in,
+    expect_refusal,
     no_differences_in,
     trainer_for,
 )
@@ -177,6 +179,45 @@ class Padded(Classifier):
         return batches()
 
 
+class PaddedInHook(Padded):
+    """Classifier that calls torch's encoder with padding in a hook."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.logits(torch.linspace(-1, 1, 32).reshape(2, 16))
+
+
+class WithoutLength(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return (batches().dataset[i] for i in range(16))
+
+
+class KeptLosses(Generating):
+    """Classifier that keeps losses with graphs until the end of a validation of unknown length."""
+
+    def __init__(self) -> None:
+        super().__init__(generated)
+        self.losses: list[Tensor] = []
+
+    def validation_step(self, batch: Any) -> None:
+        with torch.enable_grad():
+            self.losses.append(F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.observed.append(float(torch.stack(self.losses).mean()))
+        self.losses.clear()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(WithoutLength(), batch_size=8)
+
+
+class AveragedWithoutLength(Generating):
+    def __init__(self) -> None:
+        super().__init__(generated)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(WithoutLength(), batch_size=8)
+
+
 def case(make: Callable[[], LightningModule], **options: Any) -> Case:
     callbacks = options.pop("callbacks", None)
     return Case(make, options={"plan": None, **options}, callbacks=callbacks)
@@ -193,9 +234,29 @@ def test_training_goes_on_after_an_evaluation_on_the_whole_model(pool: RankPool)
         "at the end": case(partial(AtTheEnd, generated)),
         "asked for": case(partial(AtTheEnd, generated), evaluation="whole"),
         "averaged": case(partial(Generating, generated), callbacks=averaged),
+        "averaged, no length": case(AveragedWithoutLength, callbacks=averaged),
+        "kept losses": case(KeptLosses, evaluation="whole"),
         "padded": case(Padded),
     }
     assert pool.run(differences_in, 2, cases) == no_differences_in(cases)
+
+
+def test_padding_in_a_hook_is_refused(pool: RankPool) -> None:
+    pool.run(expect_refusal, 2, case(PaddedInHook), "must not be called with padding outside of")
+
+
+def warns_of_padding(context: RankContext) -> None:
+    words = "sets padded positions to 0 in evaluation. This evaluation over stages does not"
+    trainer = trainer_for(context, plan=None, evaluation="stages")
+    if context.rank == 0:
+        with pytest.warns(UserWarning, match=words):
+            trainer.fit(Padded(), batches())
+    else:
+        trainer.fit(Padded(), batches())
+
+
+def test_evaluation_over_stages_warns_of_padding(pool: RankPool) -> None:
+    pool.run(warns_of_padding, 2)
 
 
 def test_three_stages_hold_the_whole_model(pool: RankPool) -> None:

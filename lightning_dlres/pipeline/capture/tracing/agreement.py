@@ -23,6 +23,7 @@ from lightning_dlres.pipeline.capture.modes import Mode, parameters_restored, se
 from lightning_dlres.pipeline.capture.operations import is_metadata, operation_name
 from lightning_dlres.pipeline.capture.trace import Trace, seed_number
 from lightning_dlres.pipeline.deferred.values import has_deferred
+from lightning_dlres.pipeline.stage.closeness import equal_up_to_rounding
 
 if TYPE_CHECKING:
     from lightning_dlres.pipeline.capture.captured import CapturedModule
@@ -154,5 +155,4 @@ def _is_close(ours: Tensor, theirs: Tensor) -> bool:
         return False
     if not theirs.is_floating_point() or not theirs.numel():
         return torch.equal(ours, theirs)
-    scale = float(theirs.detach().nan_to_num(0.0, 0.0, 0.0).abs().max())
-    return torch.allclose(ours, theirs, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
+    return equal_up_to_rounding(ours, theirs, _TOLERANCE)

@@ -21,6 +21,7 @@ from lightning_dlres.pipeline.capture.captured import CapturedModule
 from lightning_dlres.pipeline.capture.crossing import without_objects
 from lightning_dlres.pipeline.capture.modes import TRAINING, device_of, seed_layer, trial
 from lightning_dlres.pipeline.capture.trace import AFTER_ALL, BLOCK, Value
+from lightning_dlres.pipeline.stage.closeness import equal_up_to_rounding
 from lightning_dlres.pipeline.stage.microbatch import (
     cut,
     is_unjoined,
@@ -256,7 +257,4 @@ def _is_part(
         whole = _narrowed(whole, dim, of_whole // samples, part, by_view=by_view)
     if not whole.is_floating_point():
         return torch.equal(tensor, whole)
-    # Values that are not finite must be equal, and give no tolerance to the others.
-    finite = whole.detach().nan_to_num(0.0, 0.0, 0.0)
-    scale = float(finite.abs().max()) if whole.numel() else 0.0
-    return torch.allclose(tensor, whole, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
+    return equal_up_to_rounding(tensor, whole, _TOLERANCE)

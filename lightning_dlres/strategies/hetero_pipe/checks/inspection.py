@@ -23,6 +23,7 @@ from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.capture.crossing import without_objects
 from lightning_dlres.pipeline.deferred.values import is_deferred, stand_in_values
 from lightning_dlres.pipeline.stage.attribute_state import AttributeState
+from lightning_dlres.pipeline.stage.closeness import equal_up_to_rounding
 from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.pipeline.stage.module_attributes import MANAGED_ATTRIBUTES
 from lightning_dlres.pipeline.stage.shared_inputs import SharedInputs
@@ -281,9 +282,7 @@ def _first_samples_alike(a: Tree, b: Tree, samples: int | None) -> bool:
         first, other = (
             t[0].detach().to(torch.promote_types(t.dtype, _COMPARISON_DTYPE)) for t in (x, y)
         )
-        finite = torch.nan_to_num(other, 0.0, 0.0, 0.0)
-        scale = float(finite.abs().amax()) if other.numel() else 0.0
-        if not torch.allclose(first, other, _TOLERANCE, _TOLERANCE * scale, equal_nan=True):
+        if not equal_up_to_rounding(first, other, _TOLERANCE):
             return False
     return True
 

@@ -158,7 +158,8 @@ class Evaluator:
                 "Evaluation over stages must not collect hidden states of layers, got hooks that "
                 "do. Call the model with output_hidden_states=False, or use evaluation='whole'."
             )
-        if self._hold_for_padding(inputs):
+        # A step has asked at its beginning.
+        if self._guard is None and self._hold_for_padding(inputs):
             return True
         with self._own_code():
             reason = self._reason_against(inputs)
