@@ -69,6 +69,11 @@ KINDS: dict[str, tuple[Make, Change, Use]] = {
         write_to_column,
         lambda kept: kept.square().mean(),
     ),
+    "dict with a table": (
+        lambda x: {"table": torch.eye(5), "rows": x.mean(1)},
+        lambda kept, rows: kept.update(rows=kept["rows"] + kept["table"].sum() * rows),
+        lambda kept: (kept["rows"] + kept["table"].sum()).mean(),
+    ),
     "nothing": (lambda x: [], lambda kept, rows: None, lambda kept: torch.zeros(())),
 }
 
@@ -117,6 +122,7 @@ def case(make: Callable[[], Classifier], schedule: str = "auto", **options: Any)
 def test_a_step_finds_what_layers_change(pool: RankPool) -> None:
     cases = {kind: case(partial(Keeping, kind)) for kind in KINDS}
     cases["gpipe"] = case(partial(Keeping, "dict"), "gpipe")
+    cases["gpipe, table"] = case(partial(Keeping, "dict with a table"), "gpipe")
     cases["one micro-batch"] = case(partial(Keeping, "tensor"), microbatches=1)
     assert pool.run(differences_in, 2, cases) == no_differences_in(cases)
 

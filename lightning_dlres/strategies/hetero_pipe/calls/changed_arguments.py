@@ -25,7 +25,6 @@ from lightning_dlres.core.wire.tree import Tree, map_tensors
 Path = tuple[Any, ...]
 # Keys of what `with_changes` returns.
 _OUTPUT, _CHANGES = "output of the list", "changes by its members"
-_ARGUMENTS = "arguments that they have changed"
 # Keys of what a member of an `nn.Sequential` returns while the user's own container is on its way:
 # the container, and the output if that is another object by now.
 _OWN, _OTHER = "container of the user", "output beside it"
@@ -55,7 +54,7 @@ class ArgumentChanges:
 def with_changes(
     output: Tree, args: Sequence[Any], kwargs: Mapping[str, Any], changes: Sequence[list[Any]]
 ) -> Tree:
-    """Return the output of the last member, with the arguments that have changed.
+    """Return the output of the last member, with the values at the places that have changed.
 
     Args:
         output: The output.
@@ -66,8 +65,17 @@ def with_changes(
     if not changes:
         return output
     arguments = _by_position(args, kwargs)
-    changed = {path[0]: arguments[path[0]] for path, _ in changes}
-    return {_OUTPUT: output, _CHANGES: list(changes), _ARGUMENTS: changed}
+    replaced = {tuple(path) for path, is_in_place in changes if not is_in_place}
+    latest = {tuple(path): tuple(path) not in replaced for path, _ in changes}
+    return {
+        _OUTPUT: output,
+        _CHANGES: [
+            [list(path), is_in_place, _values_at(arguments, path)]
+            for path, is_in_place in latest.items()
+            # What has taken another place has its own changes in it.
+            if not any(path[:depth] in replaced for depth in range(len(path)))
+        ],
+    }
 
 
 def given_back(crossing: Tree, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tree:
@@ -82,18 +90,39 @@ def given_back(crossing: Tree, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         UnsupportedStepError: If an object that has changed is among the arguments twice. Later
             members would have had two copies of it.
     """
-    if not isinstance(crossing, dict) or crossing.keys() != {_OUTPUT, _CHANGES, _ARGUMENTS}:
+    if not isinstance(crossing, dict) or crossing.keys() != {_OUTPUT, _CHANGES}:
         return crossing
-    writer = _Writer(crossing[_CHANGES])
     arguments = _by_position(args, kwargs)
-    uses = Counter(id(o) for position, own in arguments.items() for o in _mutable_in(own))
-    if any(uses[id(_changed_at(arguments, *change))] > 1 for change in crossing[_CHANGES]):
+    changed = [
+        # The object that has changed, and the key of what it has there now; no key for itself.
+        (_values_at(arguments, path if is_in_place else path[:-1]), path[-1], is_in_place, values)
+        for path, is_in_place, values in crossing[_CHANGES]
+    ]
+    uses = Counter(id(o) for own in arguments.values() for o in _mutable_in(own))
+    if any(uses[id(own)] > 1 for owners, *_ in changed for own in owners):
         raise UnsupportedStepError(
             "An object that the layers of a list change must be among their arguments once, got "
             "one that is there twice. Pass it once."
         )
-    for position, value in crossing[_ARGUMENTS].items():
-        writer.written(arguments[position], value, (position,))
+    for owners, _, is_in_place, values in changed:
+        if is_in_place and owners:
+            # Other code may hold the same object, which then has the gradient's path, too.
+            _write_into(owners[0], values[0])
+    # Items at the end of lists go from the last one on, and new ones come from the first one on.
+    replaced = sorted(
+        (
+            [owners[0], key, values]
+            for owners, key, is_in_place, values in changed
+            if not is_in_place and owners
+        ),
+        key=lambda change: change[1] if isinstance(change[0], list) else 0,
+    )
+    for own, key, values in reversed(replaced):
+        if not values:
+            _remove(own, key)
+    for own, key, values in replaced:
+        if values:
+            _put(own, key, values[0])
     return crossing[_OUTPUT]
 
 
@@ -136,7 +165,7 @@ def given_back_container(output: Tree, own: Any) -> Tree:
     """
     if not _carries(output):
         return output
-    written = _Writer([]).written(own, output[_OWN], ())
+    written = _written(own, output[_OWN])
     return output.get(_OTHER, written)
 
 
@@ -175,16 +204,40 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _changed_at(arguments: Mapping[Any, Any], path: Sequence[Any], is_in_place: bool) -> Any:
-    """Return the user's own object that has changed: one at a place, or the container around it."""
+def _values_at(arguments: Mapping[Any, Any], path: Sequence[Any]) -> list[Any]:
+    """Return a list with what is at a place, empty if there is nothing."""
     found: Any = arguments
-    for key in path if is_in_place else path[:-1]:
+    for key in path:
         children = dict(_children(found) or ())
         if key not in children:
-            # A member has put the object there.
-            return None
+            return []
         found = children[key]
-    return found
+    return [found]
+
+
+def _write_into(own: Any, value: Any) -> None:
+    """Give a tensor or an array of the user's other values."""
+    if isinstance(own, Tensor):
+        own.copy_(value)
+    else:
+        own[...] = value
+
+
+def _remove(own: Any, key: Any) -> None:
+    if isinstance(own, list):
+        del own[key : key + 1]
+    elif isinstance(own, MutableMapping):
+        own.pop(key, None)
+
+
+def _put(own: Any, key: Any, value: Any) -> None:
+    if isinstance(own, list):
+        # The place behind the last item is the slice of no item.
+        own[key : key + 1] = [value]
+    elif isinstance(own, MutableMapping):
+        own[key] = value
+    else:
+        setattr(own, key, value)
 
 
 def _mutable_in(value: Any) -> Iterator[Any]:
@@ -234,52 +287,33 @@ def _changes(value: Any, state: Any, path: Path) -> Iterator[tuple[Path, bool]]:
                 yield (*path, key), False
 
 
-class _Writer:
-    """Writes values into the user's own objects.
-
-    Args:
-        changes: Places that have changed, and whether the object there is still the same one.
-    """
-
-    def __init__(self, changes: Sequence[list[Any]]) -> None:
-        self._replaced = {tuple(path) for path, is_in_place in changes if not is_in_place}
-        self._in_place = {tuple(path) for path, is_in_place in changes if is_in_place}
-
-    def written(self, own: Any, value: Any, path: Path) -> Any:
-        """Give an object another value, in place where layers did so; return what to use for it."""
-        if path in self._replaced:
-            return value
-        if isinstance(own, Tensor) and isinstance(value, Tensor):
-            if path in self._in_place:
-                # Other code may hold the same tensor. It then has the gradient's path, too.
-                return own.copy_(value)
-            is_same = own.shape == value.shape and own.dtype == value.dtype
-            return own if is_same and not value.requires_grad and torch.equal(own, value) else value
-        if isinstance(own, np.ndarray) and isinstance(value, np.ndarray):
-            if path in self._in_place:
-                own[...] = value
-            return own if _are_equal(own, value) else value
-        old, new = _children(own), _children(value)
-        if old is None or new is None or type(own) is not type(value):
-            return value
-        held = dict(old)
-        elements = {
-            key: self.written(held[key], element, (*path, key)) if key in held else element
-            for key, element in new
-        }
-        if isinstance(own, list):
-            own[:] = elements.values()
-        elif isinstance(own, tuple):
-            is_same = all(elements.get(key) is child for key, child in old)
-            return own if is_same and len(old) == len(new) else value
-        elif isinstance(own, MutableMapping):
-            for key in held.keys() - elements.keys():
-                del own[key]
-            own.update(elements)
-        elif isinstance(own, Mapping):
-            return value
-        else:
-            for key, element in elements.items():
-                if element is not held[key]:
-                    setattr(own, key, element)
-        return own
+def _written(own: Any, value: Any) -> Any:
+    """Give an object of the user's the content of another one; return what to use for it."""
+    if isinstance(own, Tensor) and isinstance(value, Tensor):
+        is_same = own.shape == value.shape and own.dtype == value.dtype
+        return own if is_same and not value.requires_grad and torch.equal(own, value) else value
+    if isinstance(own, np.ndarray) and isinstance(value, np.ndarray):
+        return own if _are_equal(own, value) else value
+    old, new = _children(own), _children(value)
+    if old is None or new is None or type(own) is not type(value):
+        return value
+    held = dict(old)
+    elements = {
+        key: _written(held[key], element) if key in held else element for key, element in new
+    }
+    if isinstance(own, list):
+        own[:] = elements.values()
+    elif isinstance(own, tuple):
+        is_same = all(elements.get(key) is child for key, child in old)
+        return own if is_same and len(old) == len(new) else value
+    elif isinstance(own, MutableMapping):
+        for key in held.keys() - elements.keys():
+            del own[key]
+        own.update(elements)
+    elif isinstance(own, Mapping):
+        return value
+    else:
+        for key, element in elements.items():
+            if element is not held[key]:
+                setattr(own, key, element)
+    return own
