@@ -200,7 +200,9 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, Mapping):
         return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+        # A field without an initial value may not be set yet.
+        names = [field.name for field in fields(value) if hasattr(value, field.name)]
+        return [(name, getattr(value, name)) for name in names]
     return None
 
 

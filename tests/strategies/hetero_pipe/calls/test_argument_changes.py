@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -130,3 +131,22 @@ def test_gradients_reach_the_users_tensor() -> None:
     own.sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+@dataclass
+class Late:
+    first: Tensor
+    second: Tensor = field(init=False)
+
+
+def test_a_field_may_be_set_by_a_member() -> None:
+    own, there = Late(torch.zeros(2)), Late(torch.zeros(2))
+    found = ArgumentChanges([there], {})
+    there.second = torch.ones(2)
+    given_back(with_changes(None, [there], {}, found.found()), [own], {})
+    assert own.second.tolist() == [1.0, 1.0]
+
+
+def test_an_array_with_nan_has_not_changed() -> None:
+    arguments = [np.array([1.0, np.nan]), np.array([None, "a"], dtype=object)]
+    assert ArgumentChanges(arguments, {}).found() == []
