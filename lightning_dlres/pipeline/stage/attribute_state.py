@@ -80,9 +80,7 @@ def _is_opened(value: Any) -> bool:
     """Return whether the attributes of an object count: one of a class of the user's."""
     root = type(value).__module__.partition(".")[0]
     return (
-        hasattr(value, "__dict__")
-        and root not in _LIBRARIES
-        and not (isinstance(value, _NOT_OPENED))
+        hasattr(value, "__dict__") and root not in _LIBRARIES and not isinstance(value, _NOT_OPENED)
     )
 
 
@@ -93,7 +91,7 @@ def _content_of(value: Any) -> Any:
         is_plain = type(value) is Tensor and value.grad_fn is None and not value.is_meta
         return value.detach().clone() if is_plain and value.layout == torch.strided else None
     if isinstance(value, np.ndarray):
-        return value.copy()
+        return value.copy() if value.flags.writeable else None
     if isinstance(value, list | deque):
         return list(value)
     if isinstance(value, dict):
@@ -118,7 +116,8 @@ def _restore(value: Any, content: Any) -> None:
         if not _equal(value.detach(), content):
             value.data.copy_(content)
     elif isinstance(value, np.ndarray):
-        value[...] = content
+        if value.flags.writeable:
+            value[...] = content
     elif isinstance(value, list | deque | set):
         if not are_identical(list(value), list(content)):
             value.clear()

@@ -90,3 +90,12 @@ def test_buffers_get_their_tensors_back() -> None:
     assert module.running_mean is mean
     assert not hasattr(module, "late")
     assert "late" not in module._non_persistent_buffers_set
+
+
+def test_arrays_that_cannot_be_written_to_are_left_alone() -> None:
+    module: Any = nn.Linear(2, 2)
+    module.table, module.late = np.frombuffer(b"abcd", np.uint8), np.ones(2)
+    state = AttributeState([module])
+    module.late.setflags(write=False)
+    state.restore()
+    assert bytes(module.table) == b"abcd"
