@@ -32,6 +32,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "set": ({1, 2}, lambda value: value.discard(1)),
     "tensor": (torch.ones(2), lambda value: value.add_(1)),
     "tensor through data": (torch.ones(2), lambda value: value.data.add_(1)),
+    "grown tensor": (torch.ones(2), lambda value: setattr(value, "data", torch.ones(3))),
     "array": (np.ones(2), lambda value: value.__iadd__(1)),
     "object": (Statistics(), add_rows),
     "nested": ({"a": [(torch.ones(2), {1})]}, lambda value: value["a"][0][0].zero_()),

@@ -215,6 +215,40 @@ class RenewedDict(Classifier):
         return loss + state["first"].mean() if "first" in state else loss
 
 
+class Storing(nn.Module):
+    """First layer, which stores what is no data of samples in its dict, and returns a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, state: dict[str, Any]) -> Tensor:
+        x = torch.tanh(self.linear(state["x"]))
+        state.update(size=len(x), scalar=x.detach().mean(), table=torch.arange(5), rows=x.mean(1))
+        state["function"] = lambda: x
+        state["old"][0] = len(x)
+        return x
+
+
+class StoredInDict(Classifier):
+    """Classifier that finds data of samples in its dict, and nothing in the place of the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layers = [nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5)]
+        self.net = nn.Sequential(Storing(), *layers)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        state: dict[str, Any] = {"x": batch[0], "old": [1, 2]}
+        loss = F.cross_entropy(self.net(state), batch[1])
+        if self.trainer.world_size > 1 and state.keys() != {"x", "old", "rows"}:
+            raise ValueError(f"got {state.keys()}")
+        if self.trainer.world_size > 1 and state["old"] != [None, 2]:
+            raise ValueError(f"got {state['old']}")
+        return loss + state["rows"].square().mean()
+
+
 class ReadBeside(DictOfSequence):
     """Classifier that reads both the output of a sequence and its dict."""
 
@@ -331,6 +365,8 @@ OTHERS = {
     "dict of a sequence": case(partial(DictOfSequence, False)),
     "dict and output": case(partial(DictOfSequence, True)),
     "dict beside the output": case(ReadBeside),
+    "stored": case(StoredInDict),
+    "stored, gpipe": case(StoredInDict, "gpipe"),
     "new dict": case(partial(RenewedDict, False, False)),
     "new dict, tensor": case(partial(RenewedDict, False, True)),
     "new dict, changed": case(partial(RenewedDict, True, False)),

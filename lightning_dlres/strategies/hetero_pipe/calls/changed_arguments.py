@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors
+from lightning_dlres.pipeline.stage.microbatch import samples_in
 
 # Keys from the arguments to an object in them. The first one is the number of a positional argument
 # behind the first, or the name of a keyword argument.
 Path = tuple[Any, ...]
 # Keys of what `with_changes` returns.
 _OUTPUT, _CHANGES = "output of the list", "changes by its members"
-# Keys of what a member of an `nn.Sequential` returns while the user's own container is on its way:
-# the container, and the output if that is another object by now.
+# Keys of what a member of an `nn.Sequential` returns: the user's own container while it is the
+# output, and then the output beside the changes in that container.
 _OWN, _OTHER = "container of the user", "output beside it"
 
 
@@ -64,18 +65,7 @@ def with_changes(
     """
     if not changes:
         return output
-    arguments = _by_position(args, kwargs)
-    replaced = {tuple(path) for path, is_in_place in changes if not is_in_place}
-    latest = {tuple(path): tuple(path) not in replaced for path, _ in changes}
-    return {
-        _OUTPUT: output,
-        _CHANGES: [
-            [list(path), is_in_place, _values_at(arguments, path)]
-            for path, is_in_place in latest.items()
-            # What has taken another place has its own changes in it.
-            if not any(path[:depth] in replaced for depth in range(len(path)))
-        ],
-    }
+    return {_OUTPUT: output, _CHANGES: _latest(_by_position(args, kwargs), changes)}
 
 
 def given_back(crossing: Tree, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tree:
@@ -92,11 +82,103 @@ def given_back(crossing: Tree, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """
     if not isinstance(crossing, dict) or crossing.keys() != {_OUTPUT, _CHANGES}:
         return crossing
-    arguments = _by_position(args, kwargs)
+    _make(crossing[_CHANGES], _by_position(args, kwargs))
+    return crossing[_OUTPUT]
+
+
+class SequentialMember:
+    """A member of an `nn.Sequential` as one layer.
+
+    User code may read the container that it gave to the first member. The members may change it,
+    and return it or another one, beside which its changes then travel.
+
+    Args:
+        module: The member.
+        is_first: Whether its input is the user's own.
+    """
+
+    def __init__(self, module: nn.Module, is_first: bool) -> None:
+        self._module, self._is_first = module, is_first
+
+    def __call__(self, inputs: Tree) -> Tree:
+        if _carries(inputs) and _OTHER in inputs:
+            return {**inputs, _OTHER: self._module(inputs[_OTHER])}
+        own, changes = (inputs[_OWN], inputs[_CHANGES]) if _carries(inputs) else (inputs, [])
+        is_container = not isinstance(own, Tensor | tuple) and _children(own) is not None
+        if not is_container or not (_carries(inputs) or self._is_first):
+            return self._module(own)
+        samples, found = samples_in(own), ArgumentChanges([own], {})
+        output = self._module(own)
+        changes = [*changes, *found.found()]
+        if output is own:
+            return {_OWN: own, _CHANGES: changes}
+        if not changes:
+            return output
+        return {_OTHER: output, _CHANGES: _with_samples(_latest({0: own}, changes), samples)}
+
+
+def given_back_container(output: Tree, own: Any) -> Tree:
+    """Return the output of an `nn.Sequential`, and make the changes of the members in the user's
+    own container.
+
+    Args:
+        output: Result of the last member.
+        own: The argument of the call.
+    """
+    if not _carries(output):
+        return output
+    if _OTHER in output:
+        _make(output[_CHANGES], {0: own})
+        return output[_OTHER]
+    return _written(own, output[_OWN])
+
+
+def _carries(value: Tree) -> bool:
+    """Return whether a member's result holds the user's own container, or changes in it."""
+    return isinstance(value, dict) and value.keys() in ({_OWN, _CHANGES}, {_OTHER, _CHANGES})
+
+
+def _with_samples(changes: Sequence[list[Any]], samples: int | None) -> list[list[Any]]:
+    """Return the changes with tensors of samples, and with nothing in the place of all else.
+
+    Most often user code does not read the container again, and what layers have stored in it may be
+    no data, or that of a single micro-batch. Code that reads it finds nothing there.
+    """
+
+    def is_kept(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == samples
+
+    kept = []
+    for path, is_in_place, values in changes:
+        is_sent = bool(values) and is_kept(values[0])
+        # An item of a list that goes would move those behind it.
+        nothing = [None] if values and isinstance(path[-1], int) else []
+        kept.append([path, is_in_place and is_sent, values if is_sent else nothing])
+    return kept
+
+
+def _latest(arguments: Mapping[Any, Any], changes: Sequence[list[Any]]) -> list[list[Any]]:
+    """Return the changes with the values that are there now, for `_make`."""
+    replaced = {tuple(path) for path, is_in_place in changes if not is_in_place}
+    latest = {tuple(path): tuple(path) not in replaced for path, _ in changes}
+    return [
+        [list(path), is_in_place, _values_at(arguments, path)]
+        for path, is_in_place in latest.items()
+        # What has taken another place has its own changes in it.
+        if not any(path[:depth] in replaced for depth in range(len(path)))
+    ]
+
+
+def _make(changes: Sequence[list[Any]], arguments: Mapping[Any, Any]) -> None:
+    """Make the changes in the user's own objects.
+
+    Raises:
+        UnsupportedStepError: If an object that has changed is there twice.
+    """
     changed = [
         # The object that has changed, and the key of what it has there now; no key for itself.
         (_values_at(arguments, path if is_in_place else path[:-1]), path[-1], is_in_place, values)
-        for path, is_in_place, values in crossing[_CHANGES]
+        for path, is_in_place, values in changes
     ]
     uses = Counter(id(o) for own in arguments.values() for o in _mutable_in(own))
     if any(uses[id(own)] > 1 for owners, *_ in changed for own in owners):
@@ -123,55 +205,6 @@ def given_back(crossing: Tree, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     for own, key, values in replaced:
         if values:
             _put(own, key, values[0])
-    return crossing[_OUTPUT]
-
-
-class SequentialMember:
-    """A member of an `nn.Sequential` as one layer.
-
-    User code may read the container that it gave to the first member. The members may change it,
-    and return it or another one. So it travels with the output if it has changed.
-
-    Args:
-        module: The member.
-        is_first: Whether its input is the user's own.
-    """
-
-    def __init__(self, module: nn.Module, is_first: bool) -> None:
-        self._module, self._is_first = module, is_first
-
-    def __call__(self, inputs: Tree) -> Tree:
-        if _carries(inputs) and _OTHER in inputs:
-            return {**inputs, _OTHER: self._module(inputs[_OTHER])}
-        is_carried = _carries(inputs)
-        own = inputs[_OWN] if is_carried else inputs
-        is_container = not isinstance(own, Tensor | tuple) and _children(own) is not None
-        if not is_container or not (is_carried or self._is_first):
-            return self._module(own)
-        changes = ArgumentChanges([own], {})
-        output = self._module(own)
-        if output is own:
-            return {_OWN: own}
-        return {_OWN: own, _OTHER: output} if is_carried or changes.found() else output
-
-
-def given_back_container(output: Tree, own: Any) -> Tree:
-    """Return the output of an `nn.Sequential`, and make the changes of the members in the user's
-    own container.
-
-    Args:
-        output: Result of the last member.
-        own: The argument of the call.
-    """
-    if not _carries(output):
-        return output
-    written = _written(own, output[_OWN])
-    return output.get(_OTHER, written)
-
-
-def _carries(value: Tree) -> bool:
-    """Return whether a member's result holds the user's own container."""
-    return isinstance(value, dict) and value.keys() in ({_OWN}, {_OWN, _OTHER})
 
 
 def with_own_containers(inputs: Tree) -> Tree:
