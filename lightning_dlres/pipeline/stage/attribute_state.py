@@ -28,6 +28,7 @@ _LIBRARIES = sys.stdlib_module_names | {
     *("torch", "torchvision", "torchmetrics", "lightning", "pytorch_lightning"),
     *("lightning_fabric", "lightning_dlres", "transformers", "numpy"),
 }
+_SCALARS = {bool, int, float, complex, str, bytes, type(None)}
 _NOT_OPENED = (nn.Module, type, FunctionType, MethodType, ModuleType)
 
 
@@ -102,10 +103,12 @@ def _content_of(value: Any) -> Any:
 
 
 def _children_of(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | deque | tuple):
-        yield from value
-    elif isinstance(value, dict):
-        yield from value.values()
+    elements = value.values() if isinstance(value, dict) else value
+    # A vocabulary has many elements, and nothing in them can change.
+    if isinstance(value, list | deque | tuple | dict) and not _SCALARS.issuperset(
+        map(type, elements)
+    ):
+        yield from elements
     if _is_opened(value):
         yield from vars(value).values()
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dlres.core._compat import CALL
 from lightning_dlres.core.comm.gathered_on_disk import gather_on_disk
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.execute.partition import has_meta_tensors, resident_parameter_bytes
@@ -23,8 +26,10 @@ from lightning_dlres.pipeline.execute.sharded_checkpoint import (
 )
 from lightning_dlres.pipeline.execute.states import with_entries
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.stage.module_attributes import copy_of_module
 from lightning_dlres.strategies.connected_strategy import ConnectedStrategy
 from lightning_dlres.strategies.hetero_pipe.deployment import Deployment, load_sharded_model
+from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import user_forward_in
 
 # Key, in a Lightning checkpoint, of what compression between replicas has not sent yet.
 CHECKPOINT_KEY = "dlres_replica_residuals"
@@ -100,6 +105,8 @@ class PartitionedStrategy(ConnectedStrategy):
         if self._writes_shards and self._deployment is not None:
             self._save_sharded(checkpoint, filepath, storage_options)
         else:
+            if self.is_global_zero:
+                _fill_hyperparameters(checkpoint, self._module)
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
@@ -203,3 +210,44 @@ class PartitionedStrategy(ConnectedStrategy):
 
 def _shards_of(checkpoint: Mapping[str, Any]) -> ShardedCheckpoint:
     return ShardedCheckpoint(Path(checkpoint[_SHARDS]))
+
+
+def _fill_hyperparameters(checkpoint: dict[str, Any], module: LightningModule) -> None:
+    """Give modules among the hyperparameters of a checkpoint the weights of all ranks.
+
+    `save_hyperparameters` keeps the modules that a constructor has got, of which this rank may hold
+    no weights.
+    """
+    key = LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
+    parameters = checkpoint.get(key)
+    if not isinstance(parameters, dict):
+        return
+    names = {id(inner): name for name, inner in module.named_modules()}
+    whole = {
+        name: _whole_copy(value, names[id(value)], checkpoint["state_dict"])
+        for name, value in parameters.items()
+        if id(value) in names and has_meta_tensors(value)
+    }
+    if whole:
+        checkpoint[key] = copy.copy(parameters)
+        checkpoint[key].update(whole)
+
+
+def _whole_copy(module: nn.Module, name: str, state: Mapping[str, Any]) -> nn.Module:
+    """Return a copy of a module, with values from the model's state dict."""
+    prefix = f"{name}." if name else ""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(state[prefix + key], p.requires_grad)
+        for key, p in module.named_parameters(remove_duplicate=False)
+        if prefix + key in state
+    }
+    for key, buffer in module.named_buffers(remove_duplicate=False):
+        memo[id(buffer)] = state.get(prefix + key, buffer)
+    copied = copy_of_module(module, memo)
+    for inner, of_copy in zip(module.modules(), copied.modules(), strict=True):
+        for attribute in ("forward", CALL):
+            replaced = vars(of_copy).pop(attribute, None)
+            own = user_forward_in(vars(inner).get(attribute))
+            if replaced is not None and own is not None:
+                vars(of_copy)[attribute] = own
+    return copied

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -187,3 +187,46 @@ def test_a_rank_that_ends_training_alone_is_named(pool: RankPool, rank: int) -> 
     assert "at the end of the run" in text
     if rank == 1:
         assert "and stage 0 (rank 0) is in a training step" in text
+
+
+class WithModules(Layers):
+    """Classifier whose hyperparameters are modules, of which it makes its layers."""
+
+    def __init__(self, first: nn.Module, last: nn.Module, net: nn.Module) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(first, nn.Tanh(), nn.Linear(12, 12), last)
+        self.other = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]) + self.other(batch[0]), batch[1])
+
+
+def saves_hyperparameters(context: RankContext) -> None:
+    torch.manual_seed(2)
+    first = nn.Sequential(nn.Linear(16, 12), nn.BatchNorm1d(12))
+    model, path = WithModules(first, nn.Linear(12, 5), nn.Linear(16, 5)), context.tmp / "hp.ckpt"
+    trainer = trainer_for(context, plan=plan((2, 2)), module="net")
+    saved: list[bool] = []
+
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            trainer.save_checkpoint(path)
+            saved.append(True)
+
+    trainer.callbacks.append(Save())  # type: ignore[attr-defined]
+    trainer.fit(model, batches())
+    assert saved
+    checkpoint = torch.load(path, weights_only=False)
+    for name, key in (("first", "net.0"), ("last", "net.3"), ("net", "other")):
+        for inner, value in checkpoint["hyper_parameters"][name].state_dict().items():
+            assert torch.equal(value, checkpoint["state_dict"][f"{key}.{inner}"])
+    loaded = WithModules.load_from_checkpoint(path, weights_only=False)
+    for mine, theirs in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert type(mine) is nn.Parameter
+        assert torch.equal(mine, theirs)
+    loaded.net(torch.ones(2, 16))
+
+
+def test_modules_among_hyperparameters_are_saved_whole(pool: RankPool) -> None:
+    pool.run(saves_hyperparameters, 2)

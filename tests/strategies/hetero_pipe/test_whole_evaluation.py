@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -368,6 +369,37 @@ def validate_with_unsendable(context: RankContext) -> None:
 
 def test_a_warning_names_attributes_that_cannot_be_sent(pool: RankPool) -> None:
     pool.run(validate_with_unsendable, 2)
+
+
+class SetsItselfUp(Keeping):
+    """Layer whose flag announces a function, which cannot be sent."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.scaled = lambda value: value * 2.0
+        return super().forward(self.scaled(x))
+
+
+class SetUpLayers(KeepingLayers):
+    def __init__(self) -> None:
+        super().__init__(uses_buffer=False)
+        self.net = nn.Sequential(*(SetsItselfUp() for _ in range(4)), nn.Linear(16, 5))
+
+
+def runs_after_training(context: RankContext) -> list[bool]:
+    model: Any = SetUpLayers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer_for(context, plan=None, microbatches=1).fit(model, batches())
+    flags = [layer.is_ready for layer in list(model.net)[:4]]
+    model.net(torch.ones(2, 16))
+    return flags
+
+
+def test_a_flag_is_not_sent_without_what_it_announces(pool: RankPool) -> None:
+    first, second = pool.run(runs_after_training, 2)
+    assert any(first)
+    assert any(second)
 
 
 class UsedAlone(Classifier):

@@ -6,6 +6,7 @@ ranks get these together with its weights: for evaluation on the whole model, an
 
 from __future__ import annotations
 
+import re
 import warnings
 from functools import partial
 
@@ -14,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_dlres.core.comm.mailbox import Channel, Mailbox
-from lightning_dlres.core.wire.tree import map_tensors
+from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.strategies.hetero_pipe.replay.user_state.attribute_changes import (
@@ -58,6 +59,7 @@ class LayerAttributes:
             [(name, inner) for name, inner in module.named_modules() if stages.get(inner) == stage]
             for stage in range(len(plan.split))
         ]
+        self._names = [[name for name, _ in own] for own in named]
         # Objects in attributes count, but not modules: each has its own place.
         self._states = [UserState(partial(list, own), [module]) for own in named]
         self._sources = list(plan.replicas[0])
@@ -70,26 +72,13 @@ class LayerAttributes:
         self._reported: set[str] = set()
 
     def lend(self) -> None:
-        """Give every rank the present attributes of all layers, until `take_back`.
-
-        What cannot be sent stays as it was, which a warning names.
-        """
+        """Give every rank the present attributes of all layers, until `take_back`."""
         self._lent = [
             state.isolate()
             for stage, state in enumerate(self._states)
             if stage not in self._observed
         ]
-        lost = self.share()
-        new = {name: kind for name, kind in lost.items() if name not in self._reported}
-        self._reported |= new.keys()
-        if new and self._mailbox.rank == 0:
-            names = ", ".join(f"{name} ({kind})" for name, kind in sorted(new.items()))
-            warnings.warn(
-                f"Layers have set {names}, which cannot be sent, so this evaluation on the whole "
-                "model does not see it on all ranks. Keep tensors, numbers and strings in "
-                "attributes, in lists and in dicts.",
-                stacklevel=2,
-            )
+        self.share()
 
     def take_back(self) -> None:
         """Give each rank the attributes of other ranks' layers that it had before `lend`."""
@@ -97,9 +86,12 @@ class LayerAttributes:
             isolated.restore()
         self._lent = []
 
-    def share(self) -> dict[str, str]:
-        """Give every rank the present attributes of all layers; return the classes of those that
-        cannot be sent, by name."""
+    def share(self) -> None:
+        """Give every rank the present attributes of all layers.
+
+        A module with an attribute that cannot be sent stays as it was, which a warning says: a flag
+        without the function that it announces would be worse.
+        """
         lost: dict[str, str] = {}
         for stage, source in enumerate(self._sources):
             changes = None
@@ -111,5 +103,34 @@ class LayerAttributes:
             lost |= unsendable_values(changes)
             if stage not in self._observed:
                 own = map_tensors(lambda tensor: tensor.to(self._device), changes)
-                self._states[stage].apply(own, {})
-        return lost
+                self._states[stage].apply(self._of_sendable_modules(own, stage), {})
+        self._warn_of(lost)
+
+    def _of_sendable_modules(self, changes: Tree, stage: int) -> Tree:
+        """Return the changes in modules of which everything could be sent."""
+        owner = {path: self._module_of(path, stage) for path in changes}
+        lost = {owner[path] for path in changes if unsendable_values({path: changes[path]})}
+        # Changes of several modules may refer to the shared values.
+        return {
+            path: change
+            for path, change in changes.items()
+            if change[0] == "shared" or owner[path] not in lost
+        }
+
+    def _module_of(self, path: str, stage: int) -> str:
+        """Return the name of the module that has an attribute, or holds an object in one."""
+        starts = [n for n in self._names[stage] if re.match(rf"{re.escape(n)}(\W|$)", path)]
+        return max(starts, key=len, default="")
+
+    def _warn_of(self, lost: dict[str, str]) -> None:
+        new = {name: kind for name, kind in lost.items() if name not in self._reported}
+        self._reported |= new.keys()
+        if new and self._mailbox.rank == 0:
+            names = ", ".join(f"{name} ({kind})" for name, kind in sorted(new.items()))
+            warnings.warn(
+                f"Layers have set {names}, which cannot be sent: the attributes of these modules "
+                "change on their own ranks only, not in evaluation on the whole model, nor on all "
+                "ranks after the run. Keep tensors, numbers and strings in attributes, in lists "
+                "and in dicts.",
+                stacklevel=2,
+            )
