@@ -208,11 +208,14 @@ def fill_remote_tensors(
 def _restore_whole_model(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox
 ) -> None:
-    for values in _values_of_stages(layers, owners, plan, mailbox):
+    for stage, values in enumerate(_values_of_stages(layers, owners, plan, mailbox)):
         parameters = dict(layers.root.named_parameters())
+        buffers = dict(layers.root.named_buffers(remove_duplicate=False))
         for name, value in values.items():
             if name not in parameters:
-                _set_buffer(layers.root, name, value.clone())
+                is_outside = layers.layer_of(name) is None
+                if stage == 0 or not is_outside or name not in buffers or buffers[name].is_meta:
+                    _set_buffer(layers.root, name, value.clone())
             elif parameters[name].is_meta:
                 replace_storage(parameters[name], value.clone())
             else:
@@ -241,10 +244,11 @@ def _values_of_stages(
                 name: tensor.detach().cpu()
                 for name, tensor in held_tensors(layers, owners, plan, stage).items()
                 # Several stages may hold a buffer, with different values. Take the value of the
-                # first stage that runs the module, or of stage 0 outside of the layers.
+                # first stage that runs the module. Outside of the layers, user code may have made
+                # a copy of a layer, whose buffers some stages lack.
                 if isinstance(tensor, nn.Parameter)
                 or (
-                    first_stage.get(modules[name.rpartition(".")[0]], 0) == stage
+                    first_stage.get(modules[name.rpartition(".")[0]], stage) == stage
                     and not tensor.is_meta
                 )
             }

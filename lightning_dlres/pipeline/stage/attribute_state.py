@@ -56,9 +56,11 @@ class AttributeState:
         for module in modules:
             for registered in registered_buffers(module):
                 self._contents[id(registered)] = registered, _content_of(registered)
+        seen = set(self._contents)
         for value in pending:
-            if id(value) in self._contents:
+            if id(value) in seen:
                 continue
+            seen.add(id(value))
             content = _content_of(value)
             if content is not None:
                 self._contents[id(value)] = value, content

@@ -37,6 +37,12 @@ class RemoteTensor(Tensor):
     ) -> Any:
         return _checked(func, args, kwargs or {})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.detach()
+        copied: Tensor = memo[id(self)]
+        return copied
+
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _not_saved(self)

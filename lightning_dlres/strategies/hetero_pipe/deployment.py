@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -160,6 +160,12 @@ class Deployment:
             distribute_from_rank_zero(layers, owners, plan, mailbox)
         elif was_partitioned:
             _require_own_parameters(module, owners, stage)
+            if _LEFT_PARTITIONED[module]:
+                rank_zero_warn(
+                    f"The last run of {type(module).__name__} has failed. Its weights are used "
+                    "again, but what layers keep in attributes stays on their own ranks. Go on "
+                    "from the last checkpoint with a new model if they keep any."
+                )
         partition(layers, owners, plan, stage, device)
         if is_whole or plan != previous:
             # Reference cycles may still hold other stages' weights and the profiled copies.

@@ -90,7 +90,8 @@ class Evaluator:
         if self._evaluation == "whole" and not whole.hold("evaluation='whole' asks for it."):
             raise ConfigError(
                 "evaluation must be 'stages' for a model that does not fit in the memory of each "
-                "rank, got 'whole'. Use 'stages', or raise memory_limit."
+                "rank, or whose last run has failed, got 'whole'. Use 'stages', raise "
+                "memory_limit, or load a checkpoint into a new model."
             )
         # Torch leaves this way of its own where a guard watches operations.
         self._hold_for_padding()

@@ -426,7 +426,7 @@ class IsolatedState:
 
     def _is_same(self, before: Any, now: Any) -> bool:
         """Return whether the run left a value as it was; its unwritten copy counts as the same."""
-        if before is now:
+        if before is now and not isinstance(now, tuple):
             return not self._copies.is_written(now)
         known = self._copies.copies.get(id(now))
         if known is not None:
