@@ -293,7 +293,7 @@ class Keeping(nn.Module):
             self.pair[0].mul_(1.01)
         # Another tensor takes the place of the buffer.
         self.calls = self.calls + 1.0
-        return self.pair[0] * torch.tanh(
+        return self.pair[0].clone() * torch.tanh(
             (hidden + self.shift) / (self.scale + 0.1 * len(self.norms))
         )
 
