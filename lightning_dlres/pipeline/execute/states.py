@@ -18,6 +18,7 @@ from lightning_dlres.core.comm.mailbox import Channel, Mailbox
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.partition import ModelLayers, Owners, held_tensors
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.stage.closeness import has_same_values
 from lightning_dlres.pipeline.stage.initialise import replace_storage
 
 
@@ -214,12 +215,26 @@ def _restore_whole_model(
         for name, value in values.items():
             if name not in parameters:
                 is_outside = layers.layer_of(name) is None
-                if stage == 0 or not is_outside or name not in buffers or buffers[name].is_meta:
+                own = buffers.get(name)
+                if (
+                    own is None
+                    or own.is_meta
+                    or (
+                        # Attributes of a layer may hold the very tensor, or a view of it.
+                        (stage == 0 or not is_outside) and not _is_kept(own, value)
+                    )
+                ):
                     _set_buffer(layers.root, name, value.clone())
             elif parameters[name].is_meta:
                 replace_storage(parameters[name], value.clone())
             else:
                 parameters[name].data = parameters[name].data.cpu()
+
+
+def _is_kept(own: Tensor, value: Tensor) -> bool:
+    """Return whether a rank's own buffer can stay for a value."""
+    is_usable = own.device == value.device and own.dtype == value.dtype and not own.is_inference()
+    return is_usable and own.layout == torch.strided and has_same_values(own, value)
 
 
 def _set_buffer(root: nn.Module, name: str, value: Tensor) -> None:

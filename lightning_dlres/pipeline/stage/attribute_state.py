@@ -1,4 +1,4 @@
-"""What modules keep in attributes, for trial runs that leave no trace.
+"""Snapshots of the attributes of modules, for trial runs that leave no trace.
 
 A layer may count its calls, fill a list, or write to a tensor that is no buffer. A trial that left
 such a change would start training from another state than on a single device.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import CALL, registered_buffers
+from lightning_dlres.pipeline.stage.closeness import has_same_values
 from lightning_dlres.pipeline.stage.module_attributes import (
     HAS_COLLECTORS,
     MANAGED_ATTRIBUTES,
@@ -120,7 +121,7 @@ def _restore(value: Any, content: Any) -> None:
     if isinstance(value, Tensor):
         if value.shape != content.shape:
             value.data = content
-        elif not _equal(value.detach(), content):
+        elif not has_same_values(value, content):
             value.data.copy_(content)
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:
@@ -137,8 +138,3 @@ def _restore(value: Any, content: Any) -> None:
         ):
             namespace.clear()
             namespace.update(content)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal; NaN counts as equal to NaN."""
-    return bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,4 +1,4 @@
-"""Comparison of two results of one computation, which may differ by rounding."""
+"""Comparison of tensors: up to rounding, and value by value."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ def equal_up_to_rounding(a: Tensor, b: Tensor, tolerance: float) -> bool:
     """
     scale = _scale(b.detach())
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def has_same_values(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors are equal; NaN counts as equal to NaN."""
+    a, b = a.detach(), b.detach().to(a.device)
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _scale(values: Tensor) -> float:

@@ -345,6 +345,41 @@ def test_all_ranks_have_the_attributes_of_layers_after_training(pool: RankPool) 
     assert all(is_ready and scale != 1.0 and norms for is_ready, scale, norms, _ in first)
 
 
+class Aliasing(nn.Module):
+    """Layer that writes to its buffer by a second name, and reads it by a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(16))
+        self.aliases, self.view = [self.mean], self.mean[:4]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.aliases[0].add_(0.1)
+        return torch.tanh(self.linear(x)) + self.mean.clone() + self.view.sum()
+
+
+class AliasingLayers(KeepingLayers):
+    def __init__(self) -> None:
+        super().__init__(uses_buffer=False)
+        self.net = nn.Sequential(*(Aliasing() for _ in range(4)), nn.Linear(16, 5))
+
+
+def trained_twice(context: RankContext | None) -> list[float]:
+    model: Any = AliasingLayers()
+    options = {"plan": PipelinePlan(replicas=((0, 1),), split=(2, 3)), "microbatches": 1}
+    for _ in range(2):
+        trainer_for(context, **options).fit(model, batches())
+    return [float(tensor.sum()) for tensor in model.state_dict().values()]
+
+
+def test_a_second_run_keeps_other_names_of_buffers(pool: RankPool) -> None:
+    expected = trained_twice(None)
+    for sums in pool.run(trained_twice, 2):
+        assert sums == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
 class Logit:
     """Object that cannot be sent."""
 

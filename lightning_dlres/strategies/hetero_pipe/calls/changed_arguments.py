@@ -164,7 +164,7 @@ def _latest(arguments: Mapping[Any, Any], changes: Sequence[list[Any]]) -> list[
     return [
         [list(path), is_in_place, _values_at(arguments, path)]
         for path, is_in_place in latest.items()
-        # What has taken another place has its own changes in it.
+        # An object that has replaced another one already has its own changes.
         if not any(path[:depth] in replaced for depth in range(len(path)))
     ]
 

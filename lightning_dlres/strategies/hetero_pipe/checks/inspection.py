@@ -23,7 +23,7 @@ from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.capture.crossing import without_objects
 from lightning_dlres.pipeline.deferred.values import is_deferred, stand_in_values
 from lightning_dlres.pipeline.stage.attribute_state import AttributeState
-from lightning_dlres.pipeline.stage.closeness import equal_up_to_rounding
+from lightning_dlres.pipeline.stage.closeness import equal_up_to_rounding, has_same_values
 from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.pipeline.stage.module_attributes import MANAGED_ATTRIBUTES
 from lightning_dlres.pipeline.stage.shared_inputs import SharedInputs
@@ -253,7 +253,7 @@ def _copied_tensors(module: nn.Module, device: torch.device) -> Iterator[dict[st
         for m, name, description, tensor in originals:
             copy = getattr(m, name)
             is_written = versions.get(copy, copy._version) != copy._version
-            if is_written or not (is_deferred(tensor) or _has_same_values(copy, tensor)):
+            if is_written or not (is_deferred(tensor) or has_same_values(copy, tensor)):
                 changed[description] = tensor
     finally:
         for m, name, _, tensor in originals:
@@ -285,12 +285,6 @@ def _first_samples_alike(a: Tree, b: Tree, samples: int | None) -> bool:
         if not equal_up_to_rounding(first, other, _TOLERANCE):
             return False
     return True
-
-
-def _has_same_values(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors are equal; NaN counts as equal to NaN."""
-    a, b = a.detach(), b.detach().to(a.device)
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 class _ObjectVersion:

@@ -28,7 +28,7 @@ from lightning_dlres.strategies.hetero_pipe.replay.user_state.attributes import 
 
 
 class LayerAttributes:
-    """What all layers keep in attributes beside parameters and buffers.
+    """The attributes of all layers, beside their parameters and buffers.
 
     Made at the start of a run, when all ranks have the same attributes. All ranks call its methods
     together.
