@@ -10,6 +10,12 @@ from numba import float32, int32, types, uint32
 
 from lightning_dlres.core.compiled import compiled, subroutine
 from lightning_dlres.kernels.gradients.layout import BLOCK, LARGEST
+from lightning_dlres.kernels.words import (
+    bitwise_and,
+    bitwise_or,
+    shift_left,
+    shift_right_signed,
+)
 
 # Number of partial maxima of a block, which are found independently, with vector instructions.
 _MAXIMA = 64
@@ -94,7 +100,7 @@ def _encode_block(
             exact = min(max(value * inverse, -top), top)
             level = int32(np.rint(exact))
             errors[i] = value - float32(level) * step
-            words[i] |= (uint32(level) & mask) << shift
+            words[i] = bitwise_or(words[i], shift_left(bitwise_and(uint32(level), mask), shift))
 
 
 _block_encoder = subroutine(_encode_block, nogil=True)
@@ -166,7 +172,7 @@ def _encode_block_stochastic(
             exact = min(max(part[i] * scale * inverse, -top), top)
             lower = np.floor(exact)
             level = int32(lower) + (int32(1) if exact - lower > chance else int32(0))
-            words[i] |= (uint32(level) & mask) << shift
+            words[i] = bitwise_or(words[i], shift_left(bitwise_and(uint32(level), mask), shift))
 
 
 _stochastic_block_encoder = subroutine(_encode_block_stochastic, nogil=True)
@@ -243,7 +249,7 @@ def _decode_block(words: Any, out: Any, step: Any, bits: Any, accumulate: Any) -
         left = uint32(32 - bits * (p + 1))
         for i in range(values.size):
             # Shifting left and then right extends the sign.
-            level = int32(words[i] << left) >> int32(unused)
+            level = shift_right_signed(shift_left(words[i], left), unused)
             values[i] = (values[i] if accumulate else float32(0)) + float32(level) * step
 
 

@@ -10,6 +10,8 @@ from numba import float32, types, uint32
 from lightning_dlres.core.compiled import compiled, subroutine
 from lightning_dlres.kernels.gradients.layout import BLOCK, LARGEST
 from lightning_dlres.kernels.gradients.sums_cpu import tree_sum
+from lightning_dlres.kernels.packed_signs import ELEMENTS, pack_signs
+from lightning_dlres.kernels.words import bitwise_and, bitwise_or, shift_left
 
 # Planes of a block: bits of a word, see `layout`.
 _PLANES = 32
@@ -36,9 +38,8 @@ def _count_set_bits(words: Any) -> Any:
 _set_bits = subroutine(_count_set_bits, nogil=True)
 
 
-def _pack_block(gradient: Any, residual: Any, words: Any, lanes: Any, scale: Any) -> Any:
-    """Write the signs; return the mean of the values from 0 up and of those below, NaN if one is
-    not finite.
+def _pack_signs_of_part(gradient: Any, residual: Any, words: Any, lanes: Any, scale: Any) -> Any:
+    """Write the signs of a short block; see `pack_signs`.
 
     The sum of each lane is separate, which allows vector instructions. A GPU adds in the same
     order, see `sums`.
@@ -50,15 +51,28 @@ def _pack_block(gradient: Any, residual: Any, words: Any, lanes: Any, scale: Any
         first = p * words.size
         values = gradient[first : min(first + words.size, gradient.size)]
         errors = residual[first : min(first + words.size, gradient.size)]
-        shift = uint32(p)
+        bit = shift_left(uint32(1), uint32(p))
         for i in range(values.size):
             value = values[i] * scale + errors[i]
             positive = value >= float32(0)
             lanes[0, i] += value if positive else float32(0)
             # NaN is not at least 0, so it is added here, and makes the mean NaN.
             lanes[1, i] += float32(0) if positive else value
-            words[i] |= (uint32(1) if positive else uint32(0)) << shift
-    above, below = tree_sum(lanes[0]), tree_sum(lanes[1])
+            words[i] = bitwise_or(words[i], bit if positive else uint32(0))
+    return tree_sum(lanes[0]), tree_sum(lanes[1])
+
+
+_part_packer = subroutine(_pack_signs_of_part, nogil=True)
+
+
+def _pack_block(gradient: Any, residual: Any, words: Any, lanes: Any, scale: Any) -> Any:
+    """Write the signs; return the mean of the values from 0 up and of those below, NaN if one is
+    not finite.
+    """
+    if gradient.size == ELEMENTS:
+        above, below = pack_signs(gradient, residual, words, scale)
+    else:
+        above, below = _part_packer(gradient, residual, words, lanes, scale)
     if not (above - below <= float32(LARGEST)):
         for i in range(words.size):
             words[i] = 0
@@ -117,9 +131,9 @@ def _decode_block(words: Any, out: Any, above: Any, below: Any, accumulate: Any)
     for p in range(_PLANES):
         first = p * words.size
         values = out[first : min(first + words.size, out.size)]
-        shift = uint32(p)
+        bit = shift_left(uint32(1), uint32(p))
         for i in range(values.size):
-            value = above if (words[i] >> shift) & uint32(1) else below
+            value = above if bitwise_and(words[i], bit) != uint32(0) else below
             values[i] = (values[i] if accumulate else float32(0)) + value
 
 

@@ -11,20 +11,31 @@ from lightning_dlres.core.compiled import compiled, subroutine
 from lightning_dlres.kernels.gradients.layout import BLOCK, LANES, LARGEST
 from lightning_dlres.kernels.gradients.sums_cpu import tree_sum
 from lightning_dlres.kernels.gradients.threshold import BITS, NEGATIVE, NOT_FINITE, POSITIVE
+from lightning_dlres.kernels.words import bitwise_and, bitwise_or, shift_left
 
 _PLANES = 32 // BITS
 _WORDS = BLOCK // _PLANES
 
 
-def _encode_block(
-    gradient: Any, residual: Any, words: Any, scale: Any, threshold: Any, plane: Any, lanes: Any
-) -> Any:
-    """Encode one block; return the sum and the number of the finite magnitudes of one plane.
+def _sample_plane(gradient: Any, residual: Any, scale: Any, lanes: Any) -> Any:
+    """Return the sum and the number of the finite magnitudes of a plane.
 
     A plane has at most `LANES` elements.
     """
     number_finite = 0
     lanes[:] = 0
+    for i in range(gradient.size):
+        magnitude = abs(gradient[i] * scale + residual[i])
+        is_finite = magnitude <= float32(LARGEST)
+        lanes[i] = magnitude if is_finite else float32(0)
+        number_finite += 1 if is_finite else 0
+    return tree_sum(lanes), number_finite
+
+
+_plane_sampler = subroutine(_sample_plane, nogil=True)
+
+
+def _encode_block(gradient: Any, residual: Any, words: Any, scale: Any, threshold: Any) -> None:
     for i in range(words.size):
         words[i] = 0
     for p in range(_PLANES):
@@ -32,25 +43,21 @@ def _encode_block(
         values = gradient[first : min(first + words.size, gradient.size)]
         errors = residual[first : min(first + words.size, gradient.size)]
         shift = uint32(BITS * p)
-        if p == plane:
-            for i in range(values.size):
-                magnitude = abs(values[i] * scale + errors[i])
-                is_finite = magnitude <= float32(LARGEST)
-                lanes[i] = magnitude if is_finite else float32(0)
-                number_finite += 1 if is_finite else 0
+        code_positive = shift_left(uint32(POSITIVE), shift)
+        code_negative = shift_left(uint32(NEGATIVE), shift)
+        code_not_finite = shift_left(uint32(NOT_FINITE), shift)
         for i in range(values.size):
             value = values[i] * scale + errors[i]
             positive, negative = value >= threshold, value <= -threshold
             sent = (threshold if positive else float32(0)) - (threshold if negative else float32(0))
             error = value - sent
-            code = (uint32(POSITIVE) if positive else uint32(0)) + (
-                uint32(NEGATIVE) if negative else uint32(0)
+            code = bitwise_or(
+                code_positive if positive else uint32(0), code_negative if negative else uint32(0)
             )
             # A comparison with NaN is false, so this finds NaN and the infinities.
             is_finite = abs(value) <= float32(LARGEST)
             errors[i] = error if is_finite else errors[i]
-            words[i] |= (code if is_finite else uint32(NOT_FINITE)) << shift
-    return tree_sum(lanes), number_finite
+            words[i] = bitwise_or(words[i], code if is_finite else code_not_finite)
 
 
 _block_encoder = subroutine(_encode_block, nogil=True)
@@ -86,16 +93,15 @@ def encode(
     """
     lanes = np.empty(LANES, np.float32)
     for block in range(len(sums)):
-        first, word = block * BLOCK, block * _WORDS
-        sums[block, 0], sums[block, 1] = _block_encoder(
-            gradient[first : first + BLOCK],
-            residual[first : first + BLOCK],
-            words[word : word + _WORDS],
-            scale,
-            threshold,
-            numbers[block] % _PLANES,
-            lanes,
+        values = gradient[block * BLOCK : block * BLOCK + BLOCK]
+        errors = residual[block * BLOCK : block * BLOCK + BLOCK]
+        packed = words[block * _WORDS : block * _WORDS + _WORDS]
+        first = min(numbers[block] % _PLANES * packed.size, values.size)
+        stop = min(first + packed.size, values.size)
+        sums[block, 0], sums[block, 1] = _plane_sampler(
+            values[first:stop], errors[first:stop], scale, lanes
         )
+        _block_encoder(values, errors, packed, scale, threshold)
 
 
 @compiled((types.float32[::1], types.float64[:, ::1], types.float32), nogil=True)
@@ -124,12 +130,15 @@ def _decode_block(words: Any, out: Any, threshold: Any, accumulate: Any) -> None
         first = p * words.size
         values = out[first : min(first + words.size, out.size)]
         shift = uint32(BITS * p)
+        code_positive = shift_left(uint32(POSITIVE), shift)
+        code_negative = shift_left(uint32(NEGATIVE), shift)
+        code_not_finite = shift_left(uint32(NOT_FINITE), shift)
         for i in range(values.size):
-            code = (words[i] >> shift) & uint32(3)
-            value = (threshold if code == POSITIVE else float32(0)) - (
-                threshold if code == NEGATIVE else float32(0)
-            )
-            value = float32(np.nan) if code == NOT_FINITE else value
+            # All bits of NOT_FINITE are set, so it is the mask of a code.
+            code = bitwise_and(words[i], code_not_finite)
+            value = threshold if code == code_positive else float32(0)
+            value = -threshold if code == code_negative else value
+            value = float32(np.nan) if code == code_not_finite else value
             values[i] = (values[i] if accumulate else float32(0)) + value
 
 

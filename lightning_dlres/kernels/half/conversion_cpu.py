@@ -14,6 +14,14 @@ from numba import float32, int32, types, uint16, uint32
 
 from lightning_dlres.core.compiled import compiled, subroutine
 from lightning_dlres.kernels.gradients.layout import LARGEST
+from lightning_dlres.kernels.words import (
+    add_words,
+    bitwise_and,
+    bitwise_or,
+    shift_left,
+    shift_right,
+    subtract_words,
+)
 
 # Elements of a pass; its arrays have 4 KiB each.
 _PASS = 1024
@@ -50,13 +58,15 @@ _error_keeper = subroutine(_keep_errors, nogil=True)
 def _bfloat16_codes(bits: Any, codes: Any) -> None:
     for i in range(codes.size):
         value = bits[i]
-        magnitude = value & uint32(_MAGNITUDE)
-        sign = (value & uint32(_SIGN)) >> uint32(16)
-        code = (magnitude + uint32(0x7FFF) + ((magnitude >> uint32(16)) & uint32(1))) >> uint32(16)
+        magnitude = bitwise_and(value, uint32(_MAGNITUDE))
+        sign = shift_right(bitwise_and(value, uint32(_SIGN)), uint32(16))
+        odd = bitwise_and(shift_right(magnitude, uint32(16)), uint32(1))
+        rounded = add_words(magnitude, add_words(uint32(0x7FFF), odd))
+        code = shift_right(rounded, uint32(16))
         code = uint32(0x7F7F) if code >= uint32(0x7F80) else code
         code = uint32(0x7F80) if magnitude == uint32(_INFINITY) else code
         code = uint32(0x7FC0) if magnitude > uint32(_INFINITY) else code
-        codes[i] = uint16(code | sign)
+        codes[i] = uint16(bitwise_or(code, sign))
 
 
 _bfloat16_coder = subroutine(_bfloat16_codes, nogil=True)
@@ -64,7 +74,7 @@ _bfloat16_coder = subroutine(_bfloat16_codes, nogil=True)
 
 def _bfloat16_bits(codes: Any, bits: Any) -> None:
     for i in range(codes.size):
-        bits[i] = uint32(codes[i]) << uint32(16)
+        bits[i] = shift_left(uint32(codes[i]), uint32(16))
 
 
 _bfloat16_decoder = subroutine(_bfloat16_bits, nogil=True)
@@ -73,20 +83,21 @@ _bfloat16_decoder = subroutine(_bfloat16_bits, nogil=True)
 def _float16_codes(bits: Any, codes: Any, shifted: Any) -> None:
     shifted_bits = shifted.view(np.uint32)
     for i in range(codes.size):
-        shifted_bits[i] = bits[i] & uint32(_MAGNITUDE)
+        shifted_bits[i] = bitwise_and(bits[i], uint32(_MAGNITUDE))
     for i in range(codes.size):
         shifted[i] = shifted[i] + float32(0.5)
     for i in range(codes.size):
-        magnitude = bits[i] & uint32(_MAGNITUDE)
-        sign = (bits[i] & uint32(_SIGN)) >> uint32(16)
-        odd = (magnitude >> uint32(13)) & uint32(1)
-        code = (magnitude - uint32(_EXPONENTS) + uint32(0xFFF) + odd) >> uint32(13)
-        subnormal = shifted_bits[i] - uint32(_HALF_BITS)
+        magnitude = bitwise_and(bits[i], uint32(_MAGNITUDE))
+        sign = shift_right(bitwise_and(bits[i], uint32(_SIGN)), uint32(16))
+        odd = bitwise_and(shift_right(magnitude, uint32(13)), uint32(1))
+        rounded = add_words(magnitude, add_words(uint32(0xFFF - _EXPONENTS), odd))
+        code = shift_right(rounded, uint32(13))
+        subnormal = subtract_words(shifted_bits[i], uint32(_HALF_BITS))
         code = subnormal if magnitude < uint32(_SMALLEST_NORMAL) else code
         code = uint32(0x7BFF) if magnitude >= uint32(_OVERFLOW) else code
         code = uint32(0x7C00) if magnitude == uint32(_INFINITY) else code
         code = uint32(0x7E00) if magnitude > uint32(_INFINITY) else code
-        codes[i] = uint16(code | sign)
+        codes[i] = uint16(bitwise_or(code, sign))
 
 
 _float16_coder = subroutine(_float16_codes, nogil=True)
@@ -94,16 +105,17 @@ _float16_coder = subroutine(_float16_codes, nogil=True)
 
 def _float16_bits(codes: Any, bits: Any, subnormal: Any) -> None:
     for i in range(codes.size):
-        magnitude = int32(uint32(codes[i]) & uint32(0x7FFF))
+        magnitude = int32(bitwise_and(uint32(codes[i]), uint32(0x7FFF)))
         subnormal[i] = float32(magnitude) * float32(_SUBNORMAL_STEP)
     subnormal_bits = subnormal.view(np.uint32)
     for i in range(codes.size):
-        magnitude = uint32(codes[i]) & uint32(0x7FFF)
-        sign = (uint32(codes[i]) & uint32(0x8000)) << uint32(16)
-        value = (magnitude << uint32(13)) + uint32(_EXPONENTS)
+        magnitude = bitwise_and(uint32(codes[i]), uint32(0x7FFF))
+        sign = shift_left(bitwise_and(uint32(codes[i]), uint32(0x8000)), uint32(16))
+        value = add_words(shift_left(magnitude, uint32(13)), uint32(_EXPONENTS))
         value = subnormal_bits[i] if magnitude < uint32(0x400) else value
-        value = (value | uint32(_INFINITY)) if magnitude >= uint32(0x7C00) else value
-        bits[i] = value | sign
+        largest = bitwise_or(value, uint32(_INFINITY))
+        value = largest if magnitude >= uint32(0x7C00) else value
+        bits[i] = bitwise_or(value, sign)
 
 
 _float16_decoder = subroutine(_float16_bits, nogil=True)
