@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
 from lightning_dlres.core.device.stream_beside import DeviceStream, stream_beside
@@ -28,6 +27,7 @@ from lightning_dlres.core.units import format_seconds
 from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
 from lightning_dlres.gradsync.execute.messages import (
     FAILURE_KEY,
+    Payload,
     content_of,
     message_of,
     payloads_of,
@@ -67,9 +67,7 @@ class _Step:
     """Units of one step, and payloads that arrived before their unit was started."""
 
     runs: dict[int, UnitRun] = field(default_factory=dict)
-    early: dict[int, list[tuple[int, Part, Tensor]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    early: dict[int, list[tuple[int, Payload]]] = field(default_factory=lambda: defaultdict(list))
 
 
 class SyncExecutor:
@@ -160,7 +158,7 @@ class SyncExecutor:
             for run in runs:
                 run.ready_mark = mark
                 stream.keep(run.gradient)
-        arrived: list[tuple[UnitRun, int, Part, Tensor]] = []
+        arrived: list[tuple[UnitRun, int, Payload]] = []
         with self._lock:
             failure = self.failure
             if failure is None:
@@ -168,8 +166,8 @@ class SyncExecutor:
                 for run in runs:
                     current.runs[run.unit.index] = run
                     self._groups[run] = group
-                    for peer, part, payload in current.early.pop(run.unit.index, []):
-                        arrived.append((run, peer, part, payload))
+                    for peer, payload in current.early.pop(run.unit.index, []):
+                        arrived.append((run, peer, payload))
         if failure is not None or not runs:
             on_done(failure)
             return
@@ -315,10 +313,7 @@ class SyncExecutor:
             self._tracer.span("send", "transfer", peer=destination, **sizes_of(sends)),
             stream.working(),
         ):
-            message = message_of(
-                step,
-                [(send.run.unit.index, send.part, send.run.outgoing[send.part]) for send in sends],
-            )
+            message = message_of(step, [send.run.payload(send.part) for send in sends])
             self._mailbox.send(destination, Channel.GRADIENT_SYNC, _KEY, message)
         self._enqueue(self._finish([(send.run, send.task) for send in sends]))
 
@@ -334,7 +329,7 @@ class SyncExecutor:
     def _receive(self, peer: int, item: Item) -> None:
         """Handle a message, or the error that ended the connection to a rank."""
         step, payloads = payloads_of(content_of(item, self._names[peer]), self._names[peer])
-        nbytes = sum(payload.numel() for _, _, payload in payloads)
+        nbytes = sum(payload.content.numel() for payload in payloads)
         counts = {"units": len(payloads), "step": step, "nbytes": nbytes}
         with self._tracer.span("receive", "transfer", peer=peer, **counts):
             started = []
@@ -342,14 +337,14 @@ class SyncExecutor:
                 if self.failure is not None:
                     return
                 current = self._steps[step]
-                for unit, part, payload in payloads:
-                    self._refuse_unexpected(peer, step, unit, part)
-                    run = current.runs.get(unit)
+                for payload in payloads:
+                    self._refuse_unexpected(peer, step, payload.unit, payload.part)
+                    run = current.runs.get(payload.unit)
                     if run is None:
                         # Its gradient is not ready on this rank.
-                        current.early[unit].append((peer, part, payload))
+                        current.early[payload.unit].append((peer, payload))
                     else:
-                        started.append((run, peer, part, payload))
+                        started.append((run, peer, payload))
             self._enqueue(self._finish([self._deliver(*entry) for entry in started]))
         self._transmitter.arrived(peer, step)
 
@@ -360,14 +355,15 @@ class SyncExecutor:
                 "this rank does not expect. Check that all ranks have the same plan."
             )
 
-    def _deliver(self, run: UnitRun, peer: int, part: Part, payload: Tensor) -> Task:
+    def _deliver(self, run: UnitRun, peer: int, payload: Payload) -> Task:
         """Give a payload to its unit; return the task that received it."""
-        if payload.numel() not in run.accepted_bytes(part):
+        part, nbytes = payload.part, payload.content.numel()
+        if nbytes not in run.accepted_bytes(part):
             raise ProtocolError(
-                f"{self._names[peer]} sent {payload.numel()} bytes of unit {run.unit.index}, "
+                f"{self._names[peer]} sent {nbytes} bytes of unit {run.unit.index}, "
                 f"expected {run.accepted_bytes(part)[0]}. Check that all ranks have the same plan."
             )
-        if not run.receive(peer, part, payload):
+        if not run.receive(peer, payload):
             raise ProtocolError(
                 f"{self._names[peer]} sent part {int(part)} of unit {run.unit.index} twice in step "
                 f"{run.options.step}. Check that all ranks have the same plan."

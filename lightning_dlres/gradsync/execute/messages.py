@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +19,31 @@ from lightning_dlres.gradsync.plan.transmissions import Entry
 
 # Bytes to which payloads are aligned in a message, so that they can be read as words.
 _ALIGNMENT = 8
-# Row of a message's table: unit, part, and bytes of a payload. The table is a byte string, since
-# lists would be described entry by entry.
+# Row of a message's table: unit, part and flag, and bytes of a payload. The table is a byte string,
+# since lists would be described entry by entry.
 _ROW = struct.Struct("<QQQ")
 # Key of the message by which a rank tells the others why it ends its work.
 FAILURE_KEY = ("failure",)
 
 _PARTS = frozenset(Part)
+# Flag beside the part of a payload whose parameter no rank has used so far.
+_UNUSED = 1 << 8
+
+
+class Payload(NamedTuple):
+    """Payload of a unit.
+
+    Attributes:
+        unit: Index of the unit.
+        part: Its content.
+        content: Contiguous, of any dtype; uint8 if it was received.
+        is_used: False if the parameter is unused on all ranks that have contributed.
+    """
+
+    unit: int
+    part: Part
+    content: Tensor
+    is_used: bool = True
 
 
 def content_of(item: Item, name: str) -> Tree:
@@ -42,20 +61,15 @@ def content_of(item: Item, name: str) -> Tree:
     return content
 
 
-def message_of(step: int, payloads: Sequence[tuple[int, Part, Tensor]]) -> Tree:
-    """Return a message; `payloads_of` returns its contents.
-
-    Args:
-        step: Number of the step.
-        payloads: Unit, part and payload (contiguous, any dtype) of each entry.
-    """
+def message_of(step: int, payloads: Sequence[Payload]) -> Tree:
+    """Return a message of a step; `payloads_of` returns its contents."""
     contents = [
-        byte_array(payload if payload.device.type == "cpu" else payload.cpu())
-        for _, _, payload in payloads
+        byte_array(content if content.device.type == "cpu" else content.cpu())
+        for _, _, content, _ in payloads
     ]
     table = b"".join(
-        _ROW.pack(unit, part, content.size)
-        for (unit, part, _), content in zip(payloads, contents, strict=True)
+        _ROW.pack(unit, part if is_used else part | _UNUSED, content.size)
+        for (unit, part, _, is_used), content in zip(payloads, contents, strict=True)
     )
     # Not `zeros`: it would write all of the message twice.
     message = np.empty(sum(_aligned(content.size) for content in contents), np.uint8)
@@ -68,8 +82,8 @@ def message_of(step: int, payloads: Sequence[tuple[int, Part, Tensor]]) -> Tree:
     return [step, table, torch.from_numpy(message)]
 
 
-def payloads_of(content: Tree, name: str) -> tuple[int, list[tuple[int, Part, Tensor]]]:
-    """Return the step of a message, and the unit, part and payload of each of its entries.
+def payloads_of(content: Tree, name: str) -> tuple[int, list[Payload]]:
+    """Return the step of a message, and its payloads.
 
     Raises:
         ProtocolError: If the message is malformed; the error names its sender.
@@ -81,13 +95,14 @@ def payloads_of(content: Tree, name: str) -> tuple[int, list[tuple[int, Part, Te
         raise _malformed(name)
     memory = array_of(message)
     payloads, offset = [], 0
-    for unit, part, nbytes in _ROW.iter_unpack(table):
+    for unit, flagged_part, nbytes in _ROW.iter_unpack(table):
+        part = flagged_part & ~_UNUSED
         if part not in _PARTS or offset + nbytes > memory.size:
             raise _malformed(name)
         # Slices of arrays: torch operations release the interpreter's lock and wait for threads. An
         # empty array would become a tensor with stride 0, which has no view of another dtype.
         piece = torch.from_numpy(memory[offset : offset + nbytes]) if nbytes else message[:0]
-        payloads.append((unit, Part(part), piece))
+        payloads.append(Payload(unit, Part(part), piece, not flagged_part & _UNUSED))
         offset += _aligned(nbytes)
     if offset < memory.size:
         raise _malformed(name)

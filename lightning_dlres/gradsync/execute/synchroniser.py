@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -126,6 +126,7 @@ class GradientSynchroniser:
         loss_scale: float = 1.0,
         has_data: bool = True,
         continues: bool = False,
+        unused: Collection[str] = (),
     ) -> None:
         """Start to replace gradients by their means, without waiting.
 
@@ -137,6 +138,8 @@ class GradientSynchroniser:
             has_data: False if this rank had no samples: its gradients are zero, and the residuals
                 of its own gradients stay unchanged. A ring still keeps the error of each hop.
             continues: True if `undo_step` shall undo the step before, too.
+            unused: Gradients whose parameters this rank has not used since the last mean. Those
+                that no rank has used stay unchanged, and so do their states.
         """
         options = StepOptions(
             step=step,
@@ -155,6 +158,7 @@ class GradientSynchroniser:
                 gradient=_piece(gradient, tasks.unit),
                 options=options,
                 states=self.states,
+                is_used=name not in unused,
             )
             for name, gradient in gradients.items()
             for tasks in self._units[name]

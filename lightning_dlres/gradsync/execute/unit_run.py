@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec
+from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec, State
 from lightning_dlres.core.arrays import typed_array
+from lightning_dlres.gradsync.execute.messages import Payload
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.plan.graph import Graph, Part, SyncTask, TaskKind
 from lightning_dlres.gradsync.plan.task_table import TaskTable
@@ -87,6 +88,8 @@ class UnitRun:
         gradient: Flat gradient of the unit, replaced by the mean of all ranks.
         options: Options of the step.
         states: States of this rank's codecs.
+        is_used: False if this rank has not used the parameter since the last mean. If no rank has,
+            the gradient and all states stay unchanged.
 
     Attributes:
         unfinished: Number of tasks that are not done.
@@ -103,6 +106,7 @@ class UnitRun:
         gradient: Tensor,
         options: StepOptions,
         states: CodecStates,
+        is_used: bool = True,
     ) -> None:
         self.tasks, self.unit, self.graph, self.codec = tasks, tasks.unit, tasks.graph, codec
         self.options = options
@@ -117,6 +121,12 @@ class UnitRun:
         self._total: Tensor | None = None
         # True if the gradient comes from samples of this rank, or of another rank of its host.
         self._has_data = options.has_data
+        # True if this rank has used the parameter, or a rank whose payload has arrived.
+        self._is_used = is_used
+        # Changed state of an unused gradient: it counts if another rank has used the parameter.
+        self._new_state: tuple[State, State] | None = None
+        # Unused gradient of this rank, before those of other ranks of the host are added.
+        self._own_gradient: Tensor | None = None
         self._gradient_bytes = gradient.numel() * gradient.element_size()
         self._payload_bytes = (
             self._gradient_bytes if codec is None else codec.payload_bytes(self.unit.count)
@@ -160,15 +170,22 @@ class UnitRun:
             and (task.peer, task.part) not in self._arrived
         ]
 
-    def receive(self, peer: int, part: Part, payload: Tensor) -> bool:
+    def payload(self, part: Part) -> Payload:
+        """Return a payload to send, which is ready."""
+        return Payload(self.unit.index, part, self.outgoing[part], self._is_used)
+
+    def receive(self, peer: int, payload: Payload) -> bool:
         """Keep a payload that has arrived; return False if it has arrived before."""
+        part = payload.part
         if (peer, part) in self._arrived:
             return False
         self._arrived.add((peer, part))
-        self._incoming[peer, part] = payload
+        self._incoming[peer, part] = payload.content
         if part is Part.SUM:
             # A ring passes the sum on.
-            self.outgoing[part] = payload
+            self.outgoing[part] = payload.content
+        if payload.is_used:
+            self._is_used = True
         return True
 
     def compute(self, task: SyncTask) -> None:
@@ -207,6 +224,12 @@ class UnitRun:
             state = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         elif RESIDUAL in state and not self.options.keeps_errors(part):
             state = {**state, RESIDUAL: torch.zeros_like(state[RESIDUAL])}
+        elif not self._is_used:
+            # DistributedDataParallel drops this mean if no rank has used the parameter.
+            changed = {name: tensor.clone() for name, tensor in state.items()}
+            if part is not Part.SUM:
+                self._new_state = state, changed
+            state = changed
         seed = zlib.crc32(
             repr((self.options.step, self.options.rank, self.unit.index, int(part))).encode()
         )
@@ -219,6 +242,8 @@ class UnitRun:
         """Add the gradient of another rank of this host; empty if that rank had no samples."""
         part = self._incoming.pop((peer, Part.HOST))
         if part.numel():
+            if not self._is_used and self._own_gradient is None:
+                self._own_gradient = self.gradient.clone()
             self.gradient.add_(part.to(self.device).view(self.gradient.dtype))
             self._has_data = True
 
@@ -254,6 +279,14 @@ class UnitRun:
         return self._incoming.pop((peer, Part.GRADIENT)).to(self.device)
 
     def _decode(self) -> None:
+        if not self._is_used:
+            if self._own_gradient is not None:
+                self.gradient.copy_(self._own_gradient)
+            return
+        if self._new_state is not None:
+            state, changed = self._new_state
+            for name, tensor in changed.items():
+                state[name].copy_(tensor)
         payload, scale = self.outgoing[Part.SUM].to(self.device), 1 / self.options.world_size
         if self.codec is None:
             torch.mul(payload.view(self.gradient.dtype), scale, out=self.gradient)

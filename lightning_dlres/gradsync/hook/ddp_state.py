@@ -230,6 +230,7 @@ class GradientSyncState(SyncStateView):
             future = self._reduce(bucket, bucket.buffer())
             if bucket.is_last():
                 self._sync.end_step()
+                self._names.end_means()
             return future
         except BaseException as error:
             self._fail(error)
@@ -307,7 +308,8 @@ class GradientSyncState(SyncStateView):
             return mean()
         names = self._names.of(bucket.parameters())
         gradients = dict(zip(names, flat_gradients(bucket), strict=True))
-        has_unsent = self._sync.unsent.add_to(gradients, self.loss_scale)
+        unused = self._names.unused(bucket.parameters())
+        has_unsent = self._sync.unsent.add_to(gradients, self.loss_scale, unused)
         if self.synchroniser is None:
             return mean()
         is_host = buffer.device.type == "cpu"
@@ -321,6 +323,7 @@ class GradientSyncState(SyncStateView):
             # Without data, the rank would send zeros, and the unsent gradients would be lost.
             has_data=self.has_data or has_unsent,
             continues=self._continues,
+            unused=unused,
         )
         return future
 
@@ -391,6 +394,7 @@ class GradientSyncState(SyncStateView):
         """
         self._is_closed = True
         self._optimizer_steps.close()
+        self._names.close()
         self._sync.close()
         if self._power_sgd is not None and self.failure is None:
             self._power_sgd.close()

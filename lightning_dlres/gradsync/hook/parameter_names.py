@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.gradsync.execute.session import spec_of
@@ -22,6 +23,9 @@ class ParameterNames:
 
     def __init__(self) -> None:
         self._names: dict[Tensor, str] = {}
+        # Parameters whose gradients backward has accumulated since the last mean.
+        self._used: set[Tensor] = set()
+        self._handles: list[RemovableHandle] = []
         self.specs: list[GradientSpec] = []
         self.sparse: set[Tensor] = set()
 
@@ -55,7 +59,7 @@ class ParameterNames:
             if is_late or name in self._names.values():
                 rule = "those of one module, named before the first step"
                 raise ConfigError(got_expected("parameters", name, rule, "a state for each module"))
-            self._names[parameter] = name
+            self._add(parameter, name)
             if parameter not in self.sparse:
                 self.specs.append(spec_of(name, parameter))
 
@@ -89,8 +93,32 @@ class ParameterNames:
                 )
         return [self._of(parameter) for parameter in parameters]
 
+    def unused(self, parameters: Iterable[Tensor]) -> set[str]:
+        """Return the names of parameters that no backward has used since the last mean.
+
+        Their buckets hold the gradients of earlier backwards, which may not be zero.
+        """
+        return {self._of(parameter) for parameter in parameters if parameter not in self._used}
+
+    def end_means(self) -> None:
+        """Begin anew: later backwards use parameters for the next mean."""
+        self._used.clear()
+
+    def close(self) -> None:
+        """Remove the hooks of the parameters."""
+        while self._handles:
+            self._handles.pop().remove()
+
     def _of(self, parameter: Tensor) -> str:
-        return self._names.setdefault(parameter, f"parameter {len(self._names)}")
+        if parameter not in self._names:
+            self._add(parameter, f"parameter {len(self._names)}")
+        return self._names[parameter]
+
+    def _add(self, parameter: Tensor, name: str) -> None:
+        self._names[parameter] = name
+        # Called before DistributedDataParallel takes the gradient.
+        handle = parameter.register_post_accumulate_grad_hook(self._used.add)
+        self._handles.append(handle)
 
 
 def sparse_parameters(module: nn.Module) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -352,6 +352,7 @@ class PlannedSync:
         loss_scale: float,
         has_data: bool,
         continues: bool,
+        unused: Collection[str],
     ) -> None:
         """Start to replace gradients by their means, without waiting; needs a session.
 
@@ -370,6 +371,7 @@ class PlannedSync:
                 loss_scale=loss_scale,
                 has_data=has_data,
                 continues=continues,
+                unused=unused,
             )
 
         self._fusion.start(gradients, start, on_done, has_data=has_data)

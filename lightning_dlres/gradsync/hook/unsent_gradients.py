@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -44,14 +44,18 @@ class UnsentGradients:
         """Begin a step: forget what was added before, because the optimizer has used it."""
         self._added.clear()
 
-    def add_to(self, gradients: Mapping[str, Tensor], loss_scale: float) -> bool:
+    def add_to(
+        self, gradients: Mapping[str, Tensor], loss_scale: float, unused: Collection[str] = ()
+    ) -> bool:
         """Add the residuals to flat gradients by name; return True if there were any.
 
-        Those of a gradient that is zero stay: DistributedDataParallel drops the mean of a parameter
-        that no rank has used.
+        Those of a gradient that is zero or `unused` stay: DistributedDataParallel drops the mean of
+        a parameter that no rank has used.
         """
         names = [
-            name for name in self._values.keys() & gradients.keys() if not is_zero(gradients[name])
+            name
+            for name in self._values.keys() & gradients.keys()
+            if name not in unused and not is_zero(gradients[name])
         ]
         for name in names:
             value = self._added[name] = self._values.pop(name)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_dlres.codecs import codec
 from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec
-from lightning_dlres.gradsync.execute.messages import message_of
+from lightning_dlres.gradsync.execute.messages import Payload, message_of
 from lightning_dlres.gradsync.plan.graph import Part
 from lightning_dlres.gradsync.plan.hosts import Hosts, over_hosts
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
@@ -224,7 +224,7 @@ def test_a_host_without_samples_keeps_its_residuals(pool: RankPool, idle: list[i
 def test_an_empty_payload_adds_no_bytes_to_a_message() -> None:
     """A rank without samples sends one to the leader of its host."""
     gradient = torch.zeros(0)
-    _, table, message = message_of(0, [(0, Part.HOST, gradient)])
+    _, table, message = message_of(0, [Payload(0, Part.HOST, gradient)])
     assert unpacked(table) == [(0, int(Part.HOST), 0)]
     assert message.numel() == 0
 

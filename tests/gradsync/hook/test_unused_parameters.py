@@ -158,3 +158,82 @@ def test_ranks_agree_whether_they_have_residuals(pool: RankPool, last: str) -> N
         assert all(len(set(keys)) == 1 for keys in all_keys)
         for name, value in sums.items():
             torch.testing.assert_close(value, torch.zeros(SIZE, SIZE), rtol=0, atol=1e-4, msg=name)
+
+
+def train_beside_old_gradients(
+    context: RankContext, options: dict[str, Any], has_hosts: bool, as_view: bool, keeps_all: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[bool]]:
+    """Train with gradients of earlier backwards, as manual optimization may leave them.
+
+    DistributedDataParallel puts the old gradient of an unused parameter into its bucket. It counts
+    if another rank has used the parameter.
+
+    Args:
+        context: This rank.
+        options: Options of the hook's state.
+        has_hosts: Let ranks 0 and 2 share a host.
+        as_view: Let gradients be views of buckets.
+        keeps_all: Keep all old gradients; else only those that the backward does not use.
+
+    Returns:
+        Sums over steps of the means, and of this rank's gradients less its residuals; and True for
+        each step without a use of "b" that left its gradient as it was.
+    """
+    context.init_process_group()
+    model = Branches()
+    host = "ab"[context.rank % 2] if has_hosts else str(context.rank)
+    state = GradientSyncState(coordinator="none", min_bytes=0, host=host, **options)
+    state.name_parameters(model.named_parameters())
+    wrapped = DistributedDataParallel(
+        model, find_unused_parameters=True, gradient_as_bucket_view=as_view
+    )
+    wrapped.register_comm_hook(state, compressed_hook)
+    means = {name: torch.zeros(SIZE, SIZE) for name in ("a", "b")}
+    own = {name: torch.zeros(SIZE, SIZE) for name in ("a", "b")}
+    is_kept = []
+    for step, ranks in enumerate(USERS):
+        if not keeps_all:
+            model.a.grad = None
+            model.b.grad = None if ranks else model.b.grad
+        noise = torch.randn(
+            SIZE, SIZE, generator=torch.Generator().manual_seed(100 * step + context.rank)
+        )
+        old = {
+            name: torch.zeros(SIZE, SIZE) if one.grad is None else one.grad.clone()
+            for name, one in model.named_parameters()
+        }
+        wrapped(noise, context.rank in ranks).backward()
+        own["a"] += noise + old["a"]
+        means["a"] += model.a.grad
+        if ranks:
+            own["b"] += noise * (context.rank in ranks) + old["b"]
+            means["b"] += model.b.grad
+        else:
+            is_kept.append(torch.equal(model.b.grad, old["b"]))
+    for entry in state.state_dict()["units"]:
+        residual = entry["tensors"][RESIDUAL]
+        own[entry["gradient"]].view(-1)[entry["start"] : entry["stop"]] -= residual
+    state.close()
+    return means, own, is_kept
+
+
+@pytest.mark.parametrize("keeps_all", [False, True])
+@pytest.mark.parametrize(
+    ("algorithm", "topology", "has_hosts", "as_view"),
+    [
+        ("int8", "ps", False, False),
+        ("int8", "ring", False, True),
+        ("onebit", "ring", False, False),
+        ("tbq", "ps", True, True),
+    ],
+)
+def test_old_gradients_of_unused_parameters_change_no_residual(
+    pool: RankPool, algorithm: str, topology: str, has_hosts: bool, as_view: bool, keeps_all: bool
+) -> None:
+    options = {"algorithm": algorithm, "topology": topology}
+    ranks = pool.run(train_beside_old_gradients, 3, options, has_hosts, as_view, keeps_all)
+    for name, mean in ranks[0][0].items():
+        assert all(torch.equal(mean, means[name]) for means, _, _ in ranks)
+        sent = torch.stack([own[name] for _, own, _ in ranks]).sum(0)
+        torch.testing.assert_close(3 * mean, sent, rtol=0, atol=1e-3)
+    assert all(all(is_kept) for _, _, is_kept in ranks)
