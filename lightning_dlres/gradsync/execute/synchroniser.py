@@ -135,8 +135,8 @@ class GradientSynchroniser:
             gradients: Contiguous gradients by name. They must not be used until `on_done`.
             on_done: Called once, from another thread: with None, or with the error.
             loss_scale: Factor of the gradients, a power of two.
-            has_data: False if this rank had no samples: its gradients are zero, and the residuals
-                of its own gradients stay unchanged. A ring still keeps the error of each hop.
+            has_data: False if this rank had no samples. The residuals of its own gradients that are
+                zero stay unchanged. A ring still keeps the error of each hop.
             continues: True if `undo_step` shall undo the step before, too.
             unused: Gradients whose parameters this rank has not used since the last mean. Those
                 that no rank has used stay unchanged, and so do their states.

@@ -33,7 +33,7 @@ class StepOptions:
         has_error_feedback: False drops what a rank did not send of its own gradient, or of the sum
             that it passes on in a ring.
         has_sum_feedback: False drops what was not sent of a complete sum.
-        has_data: False if the gradients of this rank are zero for lack of samples.
+        has_data: False for a rank without samples. Its gradients that are zero change no residual.
         keeps_zeros: True keeps the residual of a gradient or sum that is zero, and sends zeros.
     """
 
@@ -120,7 +120,8 @@ class UnitRun:
         self._arrived: set[tuple[int, Part]] = set()
         self._total: Tensor | None = None
         # True if the gradient comes from samples of this rank, or of another rank of its host.
-        self._has_data = options.has_data
+        # Without samples, the gradient may hold the mean of an earlier backward.
+        self._has_data = options.has_data or not is_zero(gradient)
         # True if this rank has used the parameter, or a rank whose payload has arrived.
         self._is_used = is_used
         # Changed state of an unused gradient: it counts if another rank has used the parameter.
@@ -140,7 +141,7 @@ class UnitRun:
     def payload_bytes(self, part: Part) -> int:
         """Return the size of a payload that this rank sends."""
         if part is Part.HOST:
-            return self._gradient_bytes if self.options.has_data else 0
+            return self._gradient_bytes if self._has_data else 0
         return self._payload_bytes
 
     def accepted_bytes(self, part: Part) -> tuple[int, ...]:

@@ -84,7 +84,6 @@ class ReplicaCompression:
         rank: This rank.
         timeout: Deadline in seconds.
         check: Called while waiting; raises if a rank is known to have failed.
-        undoes_steps: True makes `undo_step` possible, with a second copy of the states.
         undoes_windows: True makes `end_window(is_skipped=True)` possible, with a copy of the
             states at the beginning of the window. Needed with a gradient scaler.
         min_bytes: Bytes in float32 of the smallest gradient that is compressed.
@@ -109,7 +108,6 @@ class ReplicaCompression:
         rank: int,
         timeout: float,
         check: Callable[[], None],
-        undoes_steps: bool = False,
         undoes_windows: bool = False,
         min_bytes: int = MIN_BYTES,
         bucket_bytes: int = BUCKET_BYTES,
@@ -128,7 +126,9 @@ class ReplicaCompression:
         self.states = CodecStates()
         # Number of the last step, and of the last one before the window.
         self._step, self._window_start, self._has_begun = 0, 0, False
-        self._before_step = StateCopies(self.states) if undoes_steps else None
+        # A step runs again if its records show that the schedule must change. `training_step` may
+        # return None after backward, too.
+        self._before_step = StateCopies(self.states)
         self._before_window = StateCopies(self.states) if undoes_windows else None
         self._loss_scale, self._has_data = 1.0, True
         # Ranks of this stage by their rank in its process group. Torch sorts them.
@@ -157,8 +157,7 @@ class ReplicaCompression:
         """Begin a step; for the arguments see `GradientSync.begin`."""
         self._loss_scale, self._has_data = loss_scale, has_data
         self._step, self._has_begun = self._step + 1, True
-        if self._before_step is not None:
-            self._before_step.forget()
+        self._before_step.forget()
 
     def start(
         self,
@@ -196,9 +195,7 @@ class ReplicaCompression:
 
         The rerun is a new step for the codecs: its number, a part of random seeds, is another one.
         """
-        copies = self._copies_before_step()
-        assert copies is not None
-        copies.restore()
+        self._copies_before_step().restore()
 
     def end_window(self, *, is_skipped: bool) -> None:
         """End the window.
@@ -213,7 +210,7 @@ class ReplicaCompression:
                 self._before_window.restore()
             self._before_window.forget()
 
-    def _copies_before_step(self) -> StateCopies | None:
+    def _copies_before_step(self) -> StateCopies:
         """Return the copies from before this step: those of the window in its first step."""
         if self._before_window is not None and self._step == self._window_start + 1:
             return self._before_window

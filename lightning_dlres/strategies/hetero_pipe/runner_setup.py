@@ -253,8 +253,6 @@ def _open_compression(
         rank=connection.rank,
         timeout=options.timeout_seconds,
         check=connection.check,
-        # A step runs again if its records show that the schedule must change.
-        undoes_steps=options.schedule == AUTO,
         undoes_windows=enabled_scaler(precision) is not None,
     )
     undo.callback(lambda: compression.close(orderly=not connection.failed))

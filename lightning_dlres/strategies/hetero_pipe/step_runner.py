@@ -161,7 +161,7 @@ class StepRunner:
                 step, result = self._run(before.args, seed, scale, fingerprint)
         loss, extra = self._apply_effects(step, result)
         if loss is None:
-            if result.sizes and self.may_change_schedule:
+            if result.sizes:
                 # The residuals of compression that went into the unused gradients are sent again.
                 self.runtime.sync.undo_step()
             return None

@@ -141,7 +141,6 @@ def opened(
         rank=context.rank,
         timeout=timeout,
         check=lambda: None,
-        undoes_steps=True,
         undoes_windows=True,
         min_bytes=MIN_BYTES,
         bucket_bytes=1,

@@ -167,12 +167,14 @@ class RecordsResiduals(Callback):
         self.residuals.append(state["units"])
 
 
-def residuals_of_steps(context: RankContext) -> list[bool]:
+def residuals_of_steps(context: RankContext, schedule: str) -> list[bool]:
     """Return for the second and the third batch: True if the residuals are still the same."""
     callback = RecordsResiduals()
     plan = PipelinePlan(replicas=((0,), (1,)), split=(3,))
     trainer = Trainer(
-        strategy=HeteroPipeStrategy(plan=plan, gradient_codec="int8", timeout=30),
+        strategy=HeteroPipeStrategy(
+            plan=plan, schedule=schedule, gradient_codec="int8", timeout=30
+        ),
         accelerator="cpu",
         devices=2,
         plugins=[context.environment],
@@ -186,9 +188,9 @@ def residuals_of_steps(context: RankContext) -> list[bool]:
     return [digests[1] == digests[0], digests[2] == digests[1]]
 
 
-@pytest.mark.exhaustive
-def test_residuals_of_a_skipped_batch_are_kept(pool: RankPool) -> None:
-    assert pool.run(residuals_of_steps, 2) == [[True, False]] * 2
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("auto", marks=pytest.mark.exhaustive)])
+def test_residuals_of_a_skipped_batch_are_kept(pool: RankPool, schedule: str) -> None:
+    assert pool.run(residuals_of_steps, 2, schedule) == [[True, False]] * 2
 
 
 def refusal_of_1f1b(context: RankContext) -> str:
