@@ -103,6 +103,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "host": {"none", "digits", "word"},
             "min_bytes": {"zero"},
             "replan": set(),
+            "bucket_cap_mb": {"fraction"},
             "timeout": {"fraction", "digits"},
             "optimizers": {"none", "empty list"},
             "check": {"none"},

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.gradsync.execute.session import SyncSession
+from lightning_dlres.gradsync.execute.session import SyncSession, random_gradients
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.plan.measured_steps import choose_coordinator
 from lightning_dlres.gradsync.plan.plan import SyncPlan
@@ -30,6 +31,7 @@ def choose_coordinator_by_trial(
     codecs: Mapping[str, GradientCodec],
     device: torch.device,
     *,
+    element_bytes: int = 4,
     timeout: float,
     check: Callable[[], None],
     group: dist.ProcessGroup | None = None,
@@ -45,6 +47,7 @@ def choose_coordinator_by_trial(
         plan: Plan to try.
         codecs: Codecs of the plan by name.
         device: Device of the gradients.
+        element_bytes: Bytes of an element of a gradient.
         timeout: Seconds that a rank waits for another.
         check: Called while waiting; raises if a rank is known to have failed.
         group: Gloo group of all ranks for the trial; None makes one.
@@ -68,7 +71,8 @@ def choose_coordinator_by_trial(
             session.start(
                 plan, codecs, CodecStates(), coordinator=coordinator, replay_from=_WARM_UP_STEPS
             )
-            own = _step_seconds(session, plan, device)
+            gradients = random_gradients(plan, session.mailbox.rank, device, element_bytes)
+            own = _step_seconds(session, gradients)
             # The slowest rank's median counts. Gathering it is also the barrier before `close`.
             slowest = ProbeMessages(session.mailbox).slowest([statistics.median(own)])
         seconds[coordinator] = slowest
@@ -76,13 +80,8 @@ def choose_coordinator_by_trial(
     return choose_coordinator(seconds)
 
 
-def _step_seconds(session: SyncSession, plan: SyncPlan, device: torch.device) -> list[float]:
-    """Return the seconds of some steps with random gradients."""
-    generator = torch.Generator(device).manual_seed(session.mailbox.rank)
-    gradients = {
-        name: torch.randn(count, generator=generator, device=device)
-        for name, count in plan.gradient_counts().items()
-    }
+def _step_seconds(session: SyncSession, gradients: Mapping[str, Tensor]) -> list[float]:
+    """Return the seconds of some steps."""
     seconds = []
     for step in range(_WARM_UP_STEPS + _STEPS):
         start = time.perf_counter()

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import torch
 
 from lightning_dlres.codecs.gradient import GradientCodec
-from lightning_dlres.gradsync.execute.session import SyncSession
+from lightning_dlres.gradsync.execute.planning import SyncPlanningOptions
+from lightning_dlres.gradsync.execute.session import SyncSession, random_gradients
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.plan.decision import StepTrial
 from lightning_dlres.gradsync.plan.plan import SyncPlan
-from lightning_dlres.gradsync.plan.prediction import BUCKET_BYTES
 from lightning_dlres.gradsync.profile.probe_messages import ProbeMessages
 from lightning_dlres.gradsync.profile.reduce_times import all_reduce
 
@@ -25,8 +25,7 @@ def measure_plan(
     session: SyncSession,
     plan: SyncPlan,
     codecs: Mapping[str, GradientCodec],
-    device: torch.device,
-    element_bytes: int,
+    options: SyncPlanningOptions,
 ) -> float:
     """Return the median seconds of steps with a plan, on the slowest rank; called by all ranks.
 
@@ -35,7 +34,7 @@ def measure_plan(
     Raises:
         PeerError: If a rank is lost or late.
     """
-    trial = _Trial(session, plan, codecs, device, element_bytes)
+    trial = _Trial(session, plan, codecs, options)
     seconds = [trial.step_with_plan(step) for step in range(_WARM_UP + _MEASURED)]
     return statistics.median(seconds[_WARM_UP:])
 
@@ -44,8 +43,7 @@ def measure_trial(
     session: SyncSession,
     plan: SyncPlan,
     codecs: Mapping[str, GradientCodec],
-    device: torch.device,
-    element_bytes: int,
+    options: SyncPlanningOptions,
 ) -> StepTrial:
     """Return the times of steps with a plan, and with torch's all-reduce; called by all ranks.
 
@@ -55,13 +53,12 @@ def measure_trial(
         session: Session that follows no plan yet, for this trial alone.
         plan: Plan to try.
         codecs: Codecs of the plan by name.
-        device: Device of the gradients.
-        element_bytes: Bytes of an element of a gradient.
+        options: Device, bytes of an element and bytes of a bucket of the gradients.
 
     Raises:
         PeerError: If a rank is lost or late.
     """
-    trial = _Trial(session, plan, codecs, device, element_bytes)
+    trial = _Trial(session, plan, codecs, options)
     pairs = [
         (trial.step_with_plan(step), trial.step_with_all_reduce())
         for step in range(_WARM_UP + _MEASURED)
@@ -80,21 +77,18 @@ class _Trial:
         session: SyncSession,
         plan: SyncPlan,
         codecs: Mapping[str, GradientCodec],
-        device: torch.device,
-        element_bytes: int,
+        options: SyncPlanningOptions,
     ) -> None:
         session.start(plan, codecs, CodecStates())
         self._session, self._messages = session, ProbeMessages(session.mailbox)
-        self._device = device
-        generator = torch.Generator(device).manual_seed(session.mailbox.rank)
-        counts = plan.gradient_counts()
-        total = sum(counts.values())
+        self._device = options.device
+        self._gradients = random_gradients(
+            plan, session.mailbox.rank, options.device, options.element_bytes
+        )
         # Only the number of bytes matters for the time of an all-reduce, so float32 will do.
-        reduced = -(-total * element_bytes // 4)
-        flat = torch.randn(max(total, reduced), generator=generator, device=device)
-        pieces = flat[:total].split(list(counts.values()))
-        self._gradients = dict(zip(counts, pieces, strict=True))
-        self._buckets = flat[:reduced].split(BUCKET_BYTES // 4)
+        total = sum(plan.gradient_counts().values())
+        flat = torch.randn(-(-total * options.element_bytes // 4), device=options.device)
+        self._buckets = flat.split(max(options.bucket_bytes // 4, 1))
 
     def step_with_plan(self, step: int) -> float:
         """Return the seconds of a step with the plan, on the slowest rank."""

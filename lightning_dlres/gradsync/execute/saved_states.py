@@ -18,7 +18,7 @@ gradients and cut again:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -112,24 +112,35 @@ def without_reordered(
         saved: Saved states of all ranks of the earlier run, by rank.
         orders: Dimensions, in the order of memory, of each parameter that is not contiguous.
     """
-    reordered = sorted(
-        {
-            entry["gradient"]
-            for one in saved
-            # Earlier versions did not save the orders.
-            if (earlier := one.get(MEMORY_ORDERS)) is not None
-            for entry in one["units"]
-            if list(earlier.get(entry["gradient"], ())) != list(orders.get(entry["gradient"], ()))
-        }
-    )
-    if not reordered:
-        return saved
-    warnings.warn(
-        f"The checkpoint's residuals of {reordered} were dropped, because these parameters have "
-        "another memory format now.",
-        stacklevel=2,
-    )
+    names = {entry["gradient"] for one in saved for entry in one["units"]}
+    reordered = reordered_names(saved, names, orders)
     return [_without_units(one, lambda name: name in reordered) for one in saved]
+
+
+def reordered_names(
+    saved: Sequence[SavedStates], names: Iterable[str], orders: Mapping[str, Sequence[int]]
+) -> set[str]:
+    """Return the parameters whose elements have another order in memory now, and warn of them.
+
+    Args:
+        saved: Saved states of all ranks of the earlier run, by rank.
+        names: Parameters with states.
+        orders: As for `without_reordered`.
+    """
+    # Earlier versions did not save the orders.
+    all_earlier = [one[MEMORY_ORDERS] for one in saved if one.get(MEMORY_ORDERS) is not None]
+    reordered = {
+        name
+        for name in names
+        if any(list(one.get(name, ())) != list(orders.get(name, ())) for one in all_earlier)
+    }
+    if reordered:
+        warnings.warn(
+            f"The checkpoint's residuals of {sorted(reordered)} were dropped, because these "
+            "parameters have another memory format now.",
+            stacklevel=2,
+        )
+    return reordered
 
 
 def save_states(states: CodecStates, plan: SyncPlan) -> dict[str, Any]:
@@ -288,11 +299,18 @@ def unsent_raw(saved: Sequence[SavedStates], plan: SyncPlan, rank: int) -> dict[
     for name in sorted(names):
         units = plan.units_of(name)
         if units and units[0].codec == RAW:
+            # Entries of another size are dropped, with a warning.
+            fitting = [
+                {**one, "units": [entry for entry in one["units"] if _matches(entry, units)]}
+                for one in own
+            ]
             whole = SyncUnit(
                 index=0, gradient=name, start=0, stop=units[-1].stop, codec=RAW, owner=0
             )
-            values = _collect(own, whole, Part.GRADIENT, {RESIDUAL}, 1 / len(own))
-            unsent[name] = values[RESIDUAL]
+            values = _collect(fitting, whole, Part.GRADIENT, {RESIDUAL}, 1 / len(own))
+            # A parameter without elements has none.
+            if RESIDUAL in values:
+                unsent[name] = values[RESIDUAL]
     return unsent
 
 

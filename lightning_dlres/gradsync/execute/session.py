@@ -203,6 +203,25 @@ def all_reduce_mean(buffer: Tensor, on_done: Callable[[], None] = lambda: None) 
     return work.get_future().then(finish)  # type: ignore[no-any-return]
 
 
+def random_gradients(
+    plan: SyncPlan, seed: int, device: torch.device, element_bytes: int
+) -> dict[str, Tensor]:
+    """Return random gradients of a plan, by name, for a trial.
+
+    Args:
+        plan: The plan.
+        seed: Seed of the random numbers.
+        device: Device of the gradients.
+        element_bytes: Bytes of an element: 2, 4 or 8.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = {2: torch.bfloat16, 8: torch.float64}.get(element_bytes, torch.float32)
+    return {
+        name: torch.randn(count, generator=generator, device=device).to(dtype)
+        for name, count in plan.gradient_counts().items()
+    }
+
+
 def spec_of(name: str, parameter: Tensor) -> GradientSpec:
     """Return the description of a gradient; a complex element counts as two real ones."""
     parts = 2 if parameter.is_complex() else 1

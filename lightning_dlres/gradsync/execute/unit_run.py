@@ -126,8 +126,8 @@ class UnitRun:
         self._is_used = is_used
         # Changed state of an unused gradient: it counts if another rank has used the parameter.
         self._new_state: tuple[State, State] | None = None
-        # Unused gradient of this rank, before those of other ranks of the host are added.
-        self._own_gradient: Tensor | None = None
+        # Sum of this rank's gradient and those of other ranks of its host.
+        self._host_sum: Tensor | None = None
         self._gradient_bytes = gradient.numel() * gradient.element_size()
         self._payload_bytes = (
             self._gradient_bytes if codec is None else codec.payload_bytes(self.unit.count)
@@ -206,7 +206,7 @@ class UnitRun:
 
     def _encode(self, part: Part, *, is_own: bool) -> None:
         """Encode this rank's own gradient, or the sum of its merges."""
-        source = self.gradient
+        source = self._own_sum()
         if not is_own:
             assert self._total is not None
             source = self._total
@@ -214,7 +214,7 @@ class UnitRun:
             self.outgoing[part] = source if self._has_data else source[:0]
             return
         if self.codec is None:
-            self.outgoing[part] = source
+            self.outgoing[part] = self._addend(source) if is_own else source
             return
         # A partial sum is already in units without the loss scale.
         scale = 1 / self.options.loss_scale if is_own else 1.0
@@ -239,20 +239,43 @@ class UnitRun:
         self.codec.compress(source, state, payload, scale=scale, seed=seed)
         self.outgoing[part] = payload
 
+    def _new_host_sum(self) -> Tensor:
+        if self.gradient.dtype == torch.float16:
+            # The sum may overflow where the mean does not.
+            return self.gradient.to(torch.float32)
+        # The gradient stays as it is if no rank has used the parameter.
+        return self.gradient if self._is_used else self.gradient.clone()
+
+    def _addend(self, gradient: Tensor) -> Tensor:
+        """Return an own gradient as a sum without a codec adds it.
+
+        A sum of float16 numbers may overflow where their mean does not.
+        """
+        if self.gradient.dtype != torch.float16:
+            return gradient
+        return (gradient / self.options.world_size).to(torch.float16)
+
+    def _own_sum(self) -> Tensor:
+        """Return this rank's gradient, with those of its host that were added."""
+        return self.gradient if self._host_sum is None else self._host_sum
+
     def _merge_in_host(self, peer: int) -> None:
         """Add the gradient of another rank of this host; empty if that rank had no samples."""
         part = self._incoming.pop((peer, Part.HOST))
         if part.numel():
-            if not self._is_used and self._own_gradient is None:
-                self._own_gradient = self.gradient.clone()
-            self.gradient.add_(part.to(self.device).view(self.gradient.dtype))
+            if self._host_sum is None:
+                self._host_sum = self._new_host_sum()
+            self._host_sum.add_(part.to(self.device).view(self.gradient.dtype))
             self._has_data = True
 
     def _merge(self, peer: int) -> None:
         is_first = self._total is None
         if self.codec is None:
             is_own = peer == self.options.rank
-            addend = self.gradient if is_own else self._received(peer).view(self.gradient.dtype)
+            if is_own:
+                addend = self._addend(self._own_sum())
+            else:
+                addend = self._received(peer).view(self.gradient.dtype)
             if self._total is None:
                 self._total = addend.clone() if is_own else addend
             else:
@@ -270,10 +293,10 @@ class UnitRun:
             self.codec.expand(self.outgoing[Part.GRADIENT], self._total, accumulate=not is_first)
         elif is_first:
             # `mul` rounds the products of a float16 gradient to float16, where small ones vanish.
-            gradient = self.gradient.to(torch.float32)
+            gradient = self._own_sum().to(torch.float32)
             torch.mul(gradient, 1 / self.options.loss_scale, out=self._total)
         else:
-            self._total.add_(self.gradient, alpha=1 / self.options.loss_scale)
+            self._total.add_(self._own_sum(), alpha=1 / self.options.loss_scale)
 
     def _received(self, peer: int) -> Tensor:
         """Return a payload of another rank on the device; messages arrive on the CPU."""
@@ -281,8 +304,6 @@ class UnitRun:
 
     def _decode(self) -> None:
         if not self._is_used:
-            if self._own_gradient is not None:
-                self.gradient.copy_(self._own_gradient)
             return
         if self._new_state is not None:
             state, changed = self._new_state
@@ -290,7 +311,10 @@ class UnitRun:
                 state[name].copy_(tensor)
         payload, scale = self.outgoing[Part.SUM].to(self.device), 1 / self.options.world_size
         if self.codec is None:
-            torch.mul(payload.view(self.gradient.dtype), scale, out=self.gradient)
+            is_mean = self.gradient.dtype == torch.float16
+            torch.mul(
+                payload.view(self.gradient.dtype), 1.0 if is_mean else scale, out=self.gradient
+            )
             return
         scale *= self.options.loss_scale
         if self.gradient.dtype == torch.float32:

@@ -9,7 +9,6 @@ identity, so it does not matter that DDP sorts them into other buckets after the
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -39,6 +38,7 @@ from lightning_dlres.gradsync.execute.session import (
     flat_gradients,
     gradient_codecs,
 )
+from lightning_dlres.gradsync.hook import powersgd
 from lightning_dlres.gradsync.hook.loaded_states import require_states
 from lightning_dlres.gradsync.hook.optimizer_steps import OptimizerSteps
 from lightning_dlres.gradsync.hook.options import (
@@ -50,7 +50,6 @@ from lightning_dlres.gradsync.hook.options import (
 from lightning_dlres.gradsync.hook.parameter_names import ParameterNames
 from lightning_dlres.gradsync.hook.planned_sync import PlannedSync
 from lightning_dlres.gradsync.hook.planner import HookPlanner
-from lightning_dlres.gradsync.hook.powersgd import POWERSGD, mean_errors, power_sgd
 from lightning_dlres.gradsync.hook.state_view import SyncStateView
 from lightning_dlres.gradsync.plan.plan import RAW
 
@@ -85,6 +84,8 @@ class GradientSyncState(SyncStateView):
         min_bytes: Gradients with fewer bytes are not compressed.
         replan: "auto" measures again when the steps have become slower or faster. If it pays, that
             changes `algorithm` or `topology`, where they are "auto". False keeps the first plan.
+        bucket_cap_mb: MiB of the buckets, as given to DistributedDataParallel: "auto" compares with
+            an all-reduce of them.
         timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
         optimizers: Optimizers that get the gradients. "auto" takes only codecs that suit them; None
             counts as optimizers like Adam.
@@ -119,16 +120,18 @@ class GradientSyncState(SyncStateView):
         host: str | None = None,
         min_bytes: int = 16 << 10,
         replan: Literal["auto", False] = "auto",
+        bucket_cap_mb: float = 25,
         timeout: float | str | timedelta = "5min",
         optimizers: Sequence[Optimizer] | None = None,
         check: Callable[[], None] | None = None,
         keeps_previous: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        self._power_sgd = power_sgd(codec_options) if algorithm == POWERSGD else None
-        other_options = None if algorithm == POWERSGD else codec_options
-        codecs = gradient_codecs(algorithm, other_options, (AUTO, NONE, RAW, POWERSGD))
-        self._has_plan = algorithm not in (NONE, POWERSGD)
+        is_powersgd = algorithm == powersgd.POWERSGD
+        self._power_sgd = powersgd.power_sgd(codec_options) if is_powersgd else None
+        other_options = None if is_powersgd else codec_options
+        codecs = gradient_codecs(algorithm, other_options, (AUTO, NONE, RAW, powersgd.POWERSGD))
+        self._has_plan = algorithm != NONE and not is_powersgd
         topology = checked_topology(topology, codecs)
         check_choices(
             coordinator=coordinator,
@@ -148,6 +151,9 @@ class GradientSyncState(SyncStateView):
             min_bytes=whole_number("min_bytes", min_bytes, "min_bytes=0", least=0),
             is_adam_like=is_adam_like(checked_optimizers),
             is_coordinated=coordinator in ("always", "replay"),
+            bucket_bytes=int(
+                finite("bucket_cap_mb", bucket_cap_mb, "bucket_cap_mb=25", above=True) * (1 << 20)
+            ),
         )
         if tracer is not None:
             instance("tracer", tracer, (Tracer,), "a Tracer or None", "tracer=None")
@@ -217,24 +223,17 @@ class GradientSyncState(SyncStateView):
             PeerError: If a rank was lost or late, now or in an earlier call.
             ConfigError: If the state was closed, or the algorithm cannot handle the bucket.
         """
-        if self.failure is not None:
-            raise self.failure
-        self._refuse_after_close()
-        if not self._has_begun:
-            require_all_ranks(bucket.parameters()[0])
-        self._has_begun = True
-        try:
+        with self._keeping_failures():
+            if not self._has_begun:
+                require_all_ranks(bucket.parameters()[0])
+            self._has_begun = True
             # A backward that has begun without the hook may get it.
             if bucket.index() == 0 and self._begun_step != self._step:
                 self._begin_backward()
             future = self._reduce(bucket, bucket.buffer())
             if bucket.is_last():
                 self._sync.end_step()
-                self._names.end_means()
             return future
-        except BaseException as error:
-            self._fail(error)
-            raise
 
     def begin_unhooked(self) -> None:
         """Begin a backward without the hook; called by all ranks together.
@@ -245,35 +244,16 @@ class GradientSyncState(SyncStateView):
             PeerError: If a rank is lost or late, now or in an earlier call.
             ConfigError: If the state was closed.
         """
-        if self.failure is not None:
-            raise self.failure
-        self._refuse_after_close()
-        self._has_begun = True
-        try:
+        with self._keeping_failures():
+            self._has_begun = True
             self._begin_backward()
-        except BaseException as error:
-            self._fail(error)
-            raise
         self._begun_step = self._step
         self.note_ready()
 
     def end_unhooked(self) -> None:
         """End a backward without the hook."""
         self._step += 1
-        if self._sync.watch is not None:
-            self._sync.watch.done()
-
-    def note_ready(self) -> None:
-        """Note that gradients of this rank are ready; the last call in a step counts."""
-        self.last_ready = time.perf_counter()
-        if self._sync.watch is not None:
-            self._sync.watch.ready()
-
-    def _refuse_after_close(self) -> None:
-        # Torch's all-reduce would silently take over.
-        if self._is_closed:
-            got, rule = "one that was closed", "open during training"
-            raise ConfigError(got_expected("state", got, rule, "a new state and module"))
+        self._note_done()
 
     def _begin_backward(self) -> None:
         finite("loss_scale", self.loss_scale, "loss_scale=1.0", above=True)
@@ -284,14 +264,12 @@ class GradientSyncState(SyncStateView):
         self._sync.begin_backward(self._step, self._continues)
 
     def _reduce(self, bucket: GradBucket, buffer: Tensor) -> Future[Tensor]:
-        step, is_learning, drift_watch = self._step, self._is_learning, self._sync.watch
+        step, is_learning = self._step, self._is_learning
         self.note_ready()
         if bucket.is_last():
             self._step += 1
             self._is_learning = False
-        mean = functools.partial(all_reduce_mean, buffer)
-        if drift_watch is not None:
-            mean = functools.partial(mean, drift_watch.done)
+        mean = functools.partial(all_reduce_mean, buffer, self._note_done)
         if self._power_sgd is not None and dist.get_world_size() > 1:
             self._loaded.take()
             names = self._names.of(bucket.parameters())
@@ -308,7 +286,7 @@ class GradientSyncState(SyncStateView):
             return mean()
         names = self._names.of(bucket.parameters())
         gradients = dict(zip(names, flat_gradients(bucket), strict=True))
-        unused = self._names.unused(bucket.parameters())
+        unused = self._names.unused(bucket.parameters(), is_last=bucket.is_last())
         has_unsent = self._sync.unsent.add_to(gradients, self.loss_scale, unused)
         if self.synchroniser is None:
             return mean()
@@ -352,8 +330,8 @@ class GradientSyncState(SyncStateView):
             return {**own, **self._loaded.to_pass_on(dist.get_rank())}
         saved = self._sync.saved_states()
         if self._power_sgd is not None:
-            saved[POWERSGD] = self._power_sgd.state_dict(dist.get_rank())
-        if "units" in saved:
+            saved[powersgd.POWERSGD] = self._power_sgd.state_dict(dist.get_rank())
+        if saved:
             saved[MEMORY_ORDERS] = self._names.memory_orders()
         return {**saved, **own}
 
@@ -374,6 +352,7 @@ class GradientSyncState(SyncStateView):
         self._refuse_after_close()
         self._step = states[0]["step"]
         states = self._loaded.load(states)
+        states = powersgd.without_reordered_errors(states, self._names.memory_orders())
         self._optimizer_steps.end()
         if self._power_sgd is not None and dist.get_world_size() > 1:
             self._power_sgd.load_state_dicts(states, dist.get_rank(), dist.get_world_size())
@@ -383,7 +362,7 @@ class GradientSyncState(SyncStateView):
                 self._names.specs, self._loaded.take(self._names.memory_orders()), self._step
             )
         # Any algorithm can send what PowerSGD left out.
-        self._sync.unsent.put(mean_errors(states))
+        self._sync.unsent.put(powersgd.mean_errors(states))
 
     def close(self) -> None:
         """End the threads. All ranks call it together, unless one has failed.
@@ -437,14 +416,9 @@ class GradientSyncState(SyncStateView):
 
     def _finish(self, future: Future[Tensor], buffer: Tensor, error: BaseException | None) -> None:
         if error is None:
-            if self._sync.watch is not None:
-                self._sync.watch.done()
+            self._note_done()
             future.set_result(buffer)
             return
         self._fail(error)
         # DDP shows only the type of this error. Callers raise `failure` after backward.
         future.set_exception(error)  # type: ignore[arg-type]
-
-    def _fail(self, error: BaseException) -> None:
-        """Keep the first error; `close` then does not wait for other ranks."""
-        self._sync.failure = self._sync.failure or error

@@ -67,11 +67,14 @@ class ParameterNames:
         """Add parameters for which the user gave no names; they get numbers."""
         self.specs += [spec_of(self._of(parameter), parameter) for parameter in parameters]
 
-    def memory_orders(self) -> dict[str, list[int]]:
-        """Return the dimensions, in the order of memory, of each parameter that is not contiguous.
+    def memory_orders(self) -> dict[str, list[int]] | None:
+        """Return the dimensions, in the order of memory, of each parameter that is not contiguous;
+        None while no parameters are known.
 
         Codecs see gradients in the order of memory, so residuals are in that order, too.
         """
+        if not self.specs:
+            return None
         return {
             name: sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
             for parameter, name in self._names.items()
@@ -93,16 +96,19 @@ class ParameterNames:
                 )
         return [self._of(parameter) for parameter in parameters]
 
-    def unused(self, parameters: Iterable[Tensor]) -> set[str]:
+    def unused(self, parameters: Iterable[Tensor], *, is_last: bool) -> set[str]:
         """Return the names of parameters that no backward has used since the last mean.
 
         Their buckets hold the gradients of earlier backwards, which may not be zero.
-        """
-        return {self._of(parameter) for parameter in parameters if parameter not in self._used}
 
-    def end_means(self) -> None:
-        """Begin anew: later backwards use parameters for the next mean."""
-        self._used.clear()
+        Args:
+            parameters: Parameters of a bucket.
+            is_last: True for the last bucket of a mean.
+        """
+        names = {self._of(parameter) for parameter in parameters if parameter not in self._used}
+        if is_last:
+            self._used.clear()
+        return names
 
     def close(self) -> None:
         """Remove the hooks of the parameters."""

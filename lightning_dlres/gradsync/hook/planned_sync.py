@@ -268,6 +268,7 @@ class PlannedSync:
                 plan,
                 codecs,
                 self._device,
+                element_bytes=self._element_bytes,
                 timeout=self._timeout,
                 check=self._check,
                 group=self._group,

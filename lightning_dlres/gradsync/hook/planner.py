@@ -30,6 +30,7 @@ from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 from lightning_dlres.gradsync.plan.hosts import Hosts, over_hosts, plan_of_leaders
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan, choices_by_size, make_plan
 from lightning_dlres.gradsync.plan.plan_change import PlanChange, change_of_plan
+from lightning_dlres.gradsync.plan.prediction import BUCKET_BYTES
 from lightning_dlres.gradsync.plan.units import GradientSpec
 from lightning_dlres.kernels.gradients.layout import BLOCK
 
@@ -47,6 +48,7 @@ class HookPlanner:
         min_bytes: Gradients with fewer bytes are not compressed.
         is_adam_like: True if one- and two-bit gradients do not suit the optimizers.
         is_coordinated: True if a coordinator plans the messages; see `StepPredictor`.
+        bucket_bytes: Bytes of a bucket of DistributedDataParallel.
 
     Attributes:
         codecs: Codecs by name: that of the algorithm, or those among which "auto" chooses.
@@ -66,9 +68,11 @@ class HookPlanner:
         min_bytes: int,
         is_adam_like: bool,
         is_coordinated: bool,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._algorithm, self._topology, self._min_bytes = algorithm, topology, min_bytes
         self._is_adam_like, self._is_coordinated = is_adam_like, is_coordinated
+        self._bucket_bytes = bucket_bytes
         self.codecs, self.algorithm = dict(codecs), algorithm
         self.plan: SyncPlan | None = None
         self.decision: SyncDecision | None = None
@@ -246,11 +250,11 @@ class HookPlanner:
 
     def _tried(
         self, decision: SyncDecision, session: SyncSession, options: SyncPlanningOptions
-    ) -> tuple[SyncSession, SyncPlan, dict[str, GradientCodec], torch.device, int]:
+    ) -> tuple[SyncSession, SyncPlan, dict[str, GradientCodec], SyncPlanningOptions]:
         """Return the arguments of a trial of a decision's plan."""
         assert decision.plan is not None
         plan = over_hosts(decision.plan, self.hosts)
-        return session, plan, self.codecs, options.device, options.element_bytes
+        return session, plan, self.codecs, options
 
     def _may_continue(
         self,
@@ -273,6 +277,7 @@ class HookPlanner:
             least_bytes=self._min_bytes,
             device=device,
             element_bytes=element_bytes,
+            bucket_bytes=self._bucket_bytes,
             is_coordinated=self._is_coordinated,
             hosts=self.hosts,
         )

@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from lightning_dlres.core.checks import finite, flag, keyword_arguments, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.gradsync.execute.saved_states import with_units
+from lightning_dlres.gradsync.execute.saved_states import reordered_names, with_units
 
 POWERSGD = "powersgd"
 # Least `start_step` with error feedback or a warm start. DDP changes its buckets after step 0, so
@@ -399,6 +399,34 @@ def power_sgd(codec_options: object) -> PowerSGD:
 def _of_powersgd(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the results of `PowerSGD.state_dict` by rank; an empty list if there are none."""
     return [one[POWERSGD] for one in states if POWERSGD in one]
+
+
+def without_reordered_errors(
+    states: Sequence[Mapping[str, Any]], orders: Mapping[str, Sequence[int]] | None
+) -> Sequence[Mapping[str, Any]]:
+    """Return the states of all ranks without errors and matrices of reordered parameters.
+
+    Args:
+        states: States of all ranks, by rank; those of PowerSGD have the key `POWERSGD`.
+        orders: See `without_reordered` of the codecs' states; None if they are not known.
+    """
+    saved = _of_powersgd(states)
+    if orders is None:
+        return states
+    names = {name for one in saved for key in ("errors", "qs") for name in one[key]}
+    reordered = reordered_names(states, names, orders)
+    if not reordered:
+        return states
+
+    def kept(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value for name, value in values.items() if name not in reordered}
+
+    return [
+        {**one, POWERSGD: {**own, "errors": kept(own["errors"]), "qs": kept(own["qs"])}}
+        if (own := one.get(POWERSGD)) is not None
+        else one
+        for one in states
+    ]
 
 
 def mean_errors(states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -1,9 +1,12 @@
-"""Properties of the hook's state for its user: the plan, its decision, and a failure."""
+"""Parts of the hook's state beside the reduction of buckets: properties, failures and times."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.hook.planned_sync import PlannedSync
 from lightning_dlres.gradsync.hook.planner import HookPlanner
@@ -13,8 +16,10 @@ from lightning_dlres.gradsync.plan.plan_change import PlanChange
 
 
 class SyncStateView:
-    """Properties of `GradientSyncState`."""
+    """Base of `GradientSyncState`: its properties, and notes of failures and times."""
 
+    last_ready: float
+    _is_closed: bool
     _planner: HookPlanner
     _sync: PlannedSync
     _step: int
@@ -66,3 +71,35 @@ class SyncStateView:
         """False while DistributedDataParallel may average gradients without this hook."""
         is_averaged_by_torch = self._is_open and self.synchroniser is None
         return not (is_averaged_by_torch and self._sync.unsent.is_empty)
+
+    def note_ready(self) -> None:
+        """Note that gradients of this rank are ready; the last call in a step counts."""
+        self.last_ready = time.perf_counter()
+        if self._sync.watch is not None:
+            self._sync.watch.ready()
+
+    def _note_done(self) -> None:
+        if self._sync.watch is not None:
+            self._sync.watch.done()
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep the first error; `close` then does not wait for other ranks."""
+        self._sync.failure = self._sync.failure or error
+
+    @contextmanager
+    def _keeping_failures(self) -> Iterator[None]:
+        """Context manager that raises an earlier failure, and keeps one of its block."""
+        if self.failure is not None:
+            raise self.failure
+        self._refuse_after_close()
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _refuse_after_close(self) -> None:
+        # Torch's all-reduce would silently take over.
+        if self._is_closed:
+            got, rule = "one that was closed", "open during training"
+            raise ConfigError(got_expected("state", got, rule, "a new state and module"))

@@ -5,6 +5,7 @@ It is also the state of `momentum_hook`, which averages gradients in the warm-up
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,6 +62,7 @@ class MomentumSync:
             payloads within milliseconds after they are ready.
         min_bytes: Momenta with fewer bytes are not compressed.
         timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
+            None: that of the strategy, or 5 minutes without one.
         check: Called while waiting; raises if a rank is known to have failed.
 
     Attributes:
@@ -68,6 +70,10 @@ class MomentumSync:
         has_hook: True once `momentum_hook` has run.
         last_ready: Time, from `time.perf_counter`, at which the last gradient of the newest
             backward was ready on this rank.
+        is_attached: True if a strategy uses it.
+        shares_overflows: True if a gradient scaler checks the gradients. If local ones are not
+            finite on some rank, all ranks then get NaN, so that their scalers skip the same steps
+            and keep the same scale.
 
     Raises:
         ConfigError: If an argument has a bad value.
@@ -81,7 +87,7 @@ class MomentumSync:
         topology: str = "ps",
         coordinator: Literal["always", "none"] = "none",
         min_bytes: int = 16 << 10,
-        timeout: float | str | timedelta = "5min",
+        timeout: float | str | timedelta | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         self._algorithm = algorithm
@@ -91,11 +97,15 @@ class MomentumSync:
             "coordinator", coordinator, ("always", "none"), "coordinator='none'"
         )
         self._min_bytes = whole_number("min_bytes", min_bytes, "min_bytes=0", least=0)
-        self._timeout = timeout_seconds(timeout)
+        self._has_timeout = timeout is not None
+        self._timeout = timeout_seconds("5min" if timeout is None else timeout)
         function("check", check)
         self._check = check or no_check
         self.tracer = Tracer()
         self.has_hook, self.last_ready = False, 0.0
+        self.is_attached = self.shares_overflows = False
+        # True if a gradient of the current backward is not finite.
+        self._has_overflow = False
         self._step = 0
         # Parameters whose gradients stay local, by identity.
         self._local: set[Tensor] = set()
@@ -104,15 +114,32 @@ class MomentumSync:
         self._owner: weakref.ref[Any] | None = None
         self._device = torch.device("cpu")
         self._session: SyncSession | None = None
-        self._control: dist.ProcessGroup | None = None
+        self._group: dist.ProcessGroup | None = None
         self._failure: BaseException | None = None
         self._loaded = LoadedStates()
         # Saved states from the end of the last session; None without one.
         self._ended: dict[str, Any] | None = None
 
-    def attach(self, check: Callable[[], None], tracer: Tracer) -> None:
-        """Use the check and the tracer of a strategy; called before the first step."""
+    def attach(
+        self,
+        check: Callable[[], None],
+        tracer: Tracer,
+        *,
+        timeout: float,
+        shares_overflows: bool,
+    ) -> None:
+        """Use the check and the tracer of a strategy; called before the first step.
+
+        Args:
+            check: See the class.
+            tracer: Gets a span for each task.
+            timeout: Seconds that a rank waits for another, unless `timeout` was set.
+            shares_overflows: See the class.
+        """
         self._check, self.tracer = check, tracer
+        self.is_attached, self.shares_overflows = True, shares_overflows
+        if not self._has_timeout:
+            self._timeout = timeout
 
     @property
     def world_size(self) -> int:
@@ -138,6 +165,9 @@ class MomentumSync:
         Raises:
             ConfigError: If the gradients are sparse.
         """
+        if not self.has_hook and self.world_size > 1:
+            # At the start: making a group hangs if a rank is lost.
+            self._connected()
         self.has_hook = True
         if bucket.is_last():
             self.last_ready = time.perf_counter()
@@ -145,6 +175,15 @@ class MomentumSync:
         if buffer.is_sparse:
             rule, fix = "dense with OneBitAdam", "sparse=False in the embedding"
             raise ConfigError(got_expected("gradients", "sparse ones", rule, fix))
+        # Means overflow on all ranks, local gradients may do so on one.
+        is_shared = self.shares_overflows and bool(self._local)
+        if is_shared:
+            self._has_overflow |= not buffer.isfinite().all()
+        future = self._mean(bucket, buffer)
+        return self._with_overflows(future, buffer) if is_shared and bucket.is_last() else future
+
+    def _mean(self, bucket: GradBucket, buffer: Tensor) -> Future[Tensor]:
+        """Start to average the gradients of a bucket that do not stay local."""
         averaged = [
             gradient
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
@@ -161,7 +200,28 @@ class MomentumSync:
             all_reduce_mean(buffer[start : start + gradient.numel()])
             for start, gradient in zip(starts, averaged, strict=True)
         ]
-        return collect_all(means).then(lambda _: buffer)
+
+        def finish(done: Future[list[Future[Tensor]]]) -> Tensor:
+            for mean in done.value():
+                # Raises the error of an all-reduce that failed.
+                mean.value()
+            return buffer
+
+        return collect_all(means).then(finish)
+
+    def _with_overflows(self, future: Future[Tensor], buffer: Tensor) -> Future[Tensor]:
+        """Return a future buffer that is NaN if a gradient on any rank is not finite."""
+        overflow = torch.full((), float(self._has_overflow), device=buffer.device)
+        self._has_overflow = False
+        work = dist.all_reduce(overflow, op=dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+
+        def finish(done: Future[list[Future[Any]]]) -> Tensor:
+            for one in done.value():
+                one.value()
+            return buffer.masked_fill_(overflow > 0, math.nan)
+
+        return collect_all([future, work.get_future()]).then(finish)
 
     def require_owner(self, optimizer: object) -> None:
         """Check that no other optimizer's momenta are synchronised here.
@@ -206,13 +266,17 @@ class MomentumSync:
         """
         if self.world_size == 1:
             return flag
-        if self._control is None:
-            self._control = message_group()
         try:
-            return all_ranks_agree(flag, self._control, self._timeout, self._check)
+            return all_ranks_agree(flag, self._connected(), self._timeout, self._check)
         except PeerError as error:
             self._failure = error
             raise
+
+    def _connected(self) -> dist.ProcessGroup:
+        """Return the group of all messages; the first call is one of all ranks together."""
+        if self._group is None:
+            self._group = message_group()
+        return self._group
 
     def begin_step(self, flags: Sequence[bool]) -> list[bool]:
         """Begin a step of all ranks; return True for each flag that is set on any rank.
@@ -230,9 +294,10 @@ class MomentumSync:
         # Every step has a number of its own, also if it is skipped: a rank may begin the next one
         # while others have not finished this one.
         self._step += 1
-        values = torch.tensor(flags, dtype=torch.float32)
+        # On the device of the momenta, whose stream orders all work of the session.
+        values = torch.tensor(flags, dtype=torch.float32, device=self._device)
         self._session.synchroniser.run(self._step, {_FLAGS: values})
-        return [bool(value) for value in values > 0]
+        return [value > 0 for value in values.tolist()]
 
     def average(self, momenta: Mapping[str, Tensor]) -> None:
         """Replace momenta by their means over all ranks; called by all ranks after `begin_step`.
@@ -313,9 +378,9 @@ class MomentumSync:
                 engine = self._session.synchroniser
                 self._ended = save_states(engine.states, engine.plan)
             self._session.close(orderly=failure is None)
-        if self._control is not None and failure is None:
-            release_group(self._control)
-        self._session = self._control = None
+        if self._group is not None and failure is None:
+            release_group(self._group)
+        self._session = self._group = None
 
     def _open(self) -> SyncSession:
         """Connect the ranks; called by all of them together."""
@@ -339,7 +404,12 @@ class MomentumSync:
         else:
             copy_states(self._ended, plan, self._codecs, self._device, states)
             self._ended = None
-        session = SyncSession(timeout=self._timeout, check=self._check, tracer=self.tracer)
+        session = SyncSession(
+            timeout=self._timeout,
+            check=self._check,
+            tracer=self.tracer,
+            group=self._connected(),
+        )
         session.start(plan, self._codecs, states, coordinator=self._coordinator)
         return session
 

@@ -210,9 +210,15 @@ class OneBitAdam(torch.optim.Optimizer):
             if _FROZEN in self.state.get(parameter, {}):
                 yield name, parameter
 
-    # A gradient scaler then calls `step` in any case, and sets the attributes of `_unscale`.
-    # Otherwise a rank with an overflow would not call it, while the others wait for this rank.
-    _step_supports_amp_scaling = True
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True if a gradient scaler shall call `step` after an overflow, too.
+
+        It then sets the attributes of `_unscale`. Otherwise a rank whose gradient the user's code
+        has made infinite would not call it, while the others wait for this rank. A Trainer clips no
+        gradients of an optimizer with this attribute.
+        """
+        return not self.sync.is_attached
 
     def _unscale(self, gradients: Sequence[Tensor]) -> bool:
         """Remove a gradient scaler's factor; return False if the gradients are not usable."""
@@ -222,6 +228,9 @@ class OneBitAdam(torch.optim.Optimizer):
                 "Use torch.nn.Embedding(sparse=False)."
             )
         overflows, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if overflows is not None:
+            # Later overflows are found on all ranks.
+            self.sync.shares_overflows = True
         if overflows is not None and overflows > 0:
             return False
         if scale is not None:

@@ -21,6 +21,10 @@ from lightning_dlres.kernels.gradients.layout import (
 )
 
 BITS = 2
+# Planes of a block, see `layout`.
+PLANES = 32 // BITS
+# The upper bits of a product with this odd number depend on all bits of the other factor (Knuth).
+MULTIPLIER, PLANE_SHIFT = 0x9E3779B1, 28
 _HEADER_BYTES, _HEADER_WORDS = 4, 1
 # Smallest threshold in a payload: the smallest normal float32. With a threshold of zero, elements
 # of zero would be sent, too.
@@ -32,6 +36,18 @@ POSITIVE, NEGATIVE, NOT_FINITE = 1, 2, 3
 def payload_bytes(count: int) -> int:
     """Return the bytes of a payload of `count` elements."""
     return _HEADER_BYTES + 4 * words(count, BITS)
+
+
+def first_plane(threshold_bits: int) -> int:
+    """Return the plane of the first block whose magnitudes are measured.
+
+    It differs from call to call: otherwise the rest of a block would never be measured. It follows
+    from the threshold, so that a call with the same state repeats exactly.
+
+    Args:
+        threshold_bits: Bits of the threshold, a float32.
+    """
+    return (threshold_bits * MULTIPLIER & 0xFFFFFFFF) >> PLANE_SHIFT
 
 
 def encode(
@@ -90,10 +106,9 @@ def encode(
         count,
         BITS,
         elements=[values, float_array(residual)],
-        # The number of a block chooses the sixteenth that is measured.
         per_block=[block_numbers(count), per_block],
         codes=packed[_HEADER_WORDS:],
-        options=[scale, float(header_array[0])],
+        options=[scale, float(header_array[0]), first_plane(int(current.view(np.uint32)[0]))],
     )
     if multiple is not None:
         _adapt(per_block, current, multiple)

@@ -10,11 +10,16 @@ from numba import float32, types, uint32
 from lightning_dlres.core.compiled import compiled, subroutine
 from lightning_dlres.kernels.gradients.layout import BLOCK, LANES, LARGEST
 from lightning_dlres.kernels.gradients.sums_cpu import tree_sum
-from lightning_dlres.kernels.gradients.threshold import BITS, NEGATIVE, NOT_FINITE, POSITIVE
+from lightning_dlres.kernels.gradients.threshold import (
+    BITS,
+    NEGATIVE,
+    NOT_FINITE,
+    PLANES,
+    POSITIVE,
+)
 from lightning_dlres.kernels.words import bitwise_and, bitwise_or, shift_left
 
-_PLANES = 32 // BITS
-_WORDS = BLOCK // _PLANES
+_WORDS = BLOCK // PLANES
 
 
 def _sample_plane(gradient: Any, residual: Any, scale: Any, lanes: Any) -> Any:
@@ -38,7 +43,7 @@ _plane_sampler = subroutine(_sample_plane, nogil=True)
 def _encode_block(gradient: Any, residual: Any, words: Any, scale: Any, threshold: Any) -> None:
     for i in range(words.size):
         words[i] = 0
-    for p in range(_PLANES):
+    for p in range(PLANES):
         first = p * words.size
         values = gradient[first : min(first + words.size, gradient.size)]
         errors = residual[first : min(first + words.size, gradient.size)]
@@ -72,31 +77,40 @@ _block_encoder = subroutine(_encode_block, nogil=True)
         types.uint32[::1],
         types.float32,
         types.float32,
+        types.int64,
     ),
     nogil=True,
 )
 def encode(
-    gradient: Any, residual: Any, numbers: Any, sums: Any, words: Any, scale: Any, threshold: Any
+    gradient: Any,
+    residual: Any,
+    numbers: Any,
+    sums: Any,
+    words: Any,
+    scale: Any,
+    threshold: Any,
+    first_plane: Any,
 ) -> None:
     """Encode whole blocks; the last one may be shorter.
 
     Args:
         gradient: float32[n].
         residual: float32[n], updated in place. Elements whose value is not finite keep theirs.
-        numbers: int64[blocks(n)]: number of each block in the whole gradient. It chooses the plane
-            of the block that is sampled.
+        numbers: int64[blocks(n)]: number of each block in the whole gradient.
         sums: float64[blocks(n), 2]: receives the sum of the finite magnitudes of a sixteenth of
             each block, and their number.
         words: uint32[words(n, BITS)].
         scale: Power of two by which the gradient is multiplied.
         threshold: Magnitude of the values that are sent; positive.
+        first_plane: Plane of the first block that is sampled. Each next block has the next plane.
     """
     lanes = np.empty(LANES, np.float32)
     for block in range(len(sums)):
         values = gradient[block * BLOCK : block * BLOCK + BLOCK]
         errors = residual[block * BLOCK : block * BLOCK + BLOCK]
         packed = words[block * _WORDS : block * _WORDS + _WORDS]
-        first = min(numbers[block] % _PLANES * packed.size, values.size)
+        plane = (numbers[block] + first_plane) % PLANES
+        first = min(plane * packed.size, values.size)
         stop = min(first + packed.size, values.size)
         sums[block, 0], sums[block, 1] = _plane_sampler(
             values[first:stop], errors[first:stop], scale, lanes
@@ -126,7 +140,7 @@ def magnitudes(gradient: Any, sums: Any, scale: Any) -> None:
 
 
 def _decode_block(words: Any, out: Any, threshold: Any, accumulate: Any) -> None:
-    for p in range(_PLANES):
+    for p in range(PLANES):
         first = p * words.size
         values = out[first : min(first + words.size, out.size)]
         shift = uint32(BITS * p)

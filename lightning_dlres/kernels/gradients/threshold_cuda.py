@@ -23,15 +23,17 @@ from lightning_dlres.kernels.gradients.layout import BLOCK, LANES, LARGEST, bloc
 from lightning_dlres.kernels.gradients.sums_cuda import sum_of_column
 from lightning_dlres.kernels.gradients.threshold import (
     BITS,
+    MULTIPLIER,
     NEGATIVE,
     NOT_FINITE,
+    PLANE_SHIFT,
+    PLANES,
     POSITIVE,
     SMALLEST,
 )
 
-_PLANES = 32 // BITS
 # One thread for each word of a block.
-THREADS = BLOCK // _PLANES
+THREADS = BLOCK // PLANES
 
 
 def start(gradient: Tensor, sums: Tensor, threshold: Tensor, scale: float, multiple: float) -> None:
@@ -78,7 +80,8 @@ def encode(
         torch.clamp(threshold, min=SMALLEST, out=header)
         return
     words = codes.view(torch.uint32)
-    arrays = gradient, residual, sums.view(-1), words, header, threshold
+    bits = threshold.view(torch.uint32)
+    arrays = gradient, residual, sums.view(-1), words, header, threshold, bits
     launch(kernels().encode, blocks(count), THREADS, *arrays, np.float32(scale))
 
 
@@ -148,26 +151,32 @@ def threshold_encode(
     words: Any,
     header: Any,
     threshold: Any,
+    threshold_bits: Any,
     scale: Any,
 ) -> None:
-    """Kernel with the arguments of `encode`; `sums` has one dimension."""
+    """Kernel with the arguments of `encode`; `sums` has one dimension.
+
+    `threshold_bits` is the threshold as uint32[1].
+    """
     lanes = cuda.shared.array((1, THREADS), float32)
-    values = cuda.local.array(_PLANES, float32)
+    values = cuda.local.array(PLANES, float32)
     lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
     size = min(gradient.size - first, BLOCK)
-    count = (size + _PLANES - 1) // _PLANES
+    count = (size + PLANES - 1) // PLANES
     limit = larger(threshold[0], float32(SMALLEST))
-    sampled_plane = cuda.blockIdx.x % _PLANES
+    # See `threshold.first_plane`.
+    first_plane = uint32(threshold_bits[0] * uint32(MULTIPLIER)) >> uint32(PLANE_SHIFT)
+    sampled_plane = (cuda.blockIdx.x + first_plane) % PLANES
     # Infinity is not sampled.
     sample = float32(np.inf)
     # Loads without branches, and before all that uses them: many are in flight at once.
     if size == BLOCK:
-        for p in range(_PLANES):
+        for p in range(PLANES):
             at = first + p * THREADS + lane
             values[p] = add(multiply(gradient[at], scale), residual[at])
             sample = abs(values[p]) if p == sampled_plane else sample
     else:
-        for p in range(_PLANES):
+        for p in range(PLANES):
             values[p] = float32(0)
             element = p * count + lane
             if lane < count and element < size:
@@ -186,7 +195,7 @@ def threshold_encode(
             header[0] = limit
     if lane < count:
         word = uint32(0)
-        for p in range(_PLANES):
+        for p in range(PLANES):
             element = p * count + lane
             if element < size:
                 value, sent, code = values[p], float32(0), uint32(0)
@@ -223,22 +232,22 @@ def threshold_adapt(sums: Any, threshold: Any, multiple: Any, only_zero: Any) ->
 
 def threshold_decode(out: Any, header: Any, words: Any, scale: Any, accumulate: Any) -> None:
     """Kernel with the arguments of `decode`; `words` are the codes as uint32."""
-    values = cuda.local.array(_PLANES, float32)
+    values = cuda.local.array(PLANES, float32)
     lane, first = cuda.threadIdx.x, cuda.blockIdx.x * BLOCK
     size = min(out.size - first, BLOCK)
-    count = (size + _PLANES - 1) // _PLANES
+    count = (size + PLANES - 1) // PLANES
     if lane < count:
         limit = multiply(header[0], scale)
         word = words[cuda.blockIdx.x * THREADS + lane]
         if accumulate and size == BLOCK:
-            for p in range(_PLANES):
+            for p in range(PLANES):
                 values[p] = out[first + p * THREADS + lane]
         else:
-            for p in range(_PLANES):
+            for p in range(PLANES):
                 values[p] = float32(0)
                 if accumulate and p * count + lane < size:
                     values[p] = out[first + p * count + lane]
-        for p in range(_PLANES):
+        for p in range(PLANES):
             element = p * count + lane
             if element < size:
                 code = (word >> uint32(BITS * p)) & uint32(3)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
 
@@ -103,43 +103,6 @@ def require_owned(optimizer: Optimizer, known: Container[nn.Parameter], model: s
             "Make them attributes of the module, or put them into an nn.ParameterList, before the "
             "run begins."
         )
-
-
-def order_as(
-    optimizer: Optimizer, names: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]]
-) -> None:
-    """Order the parameters in the optimizer's groups as another rank has them.
-
-    The states of ranks are joined by position. User code that makes a group from a set has another
-    order in each process.
-
-    Args:
-        optimizer: Optimizer of this rank.
-        names: The model's parameters by name.
-        groups: Result of `names_in_groups` on the other rank.
-
-    Raises:
-        ConfigError: If the groups do not hold the same parameters.
-    """
-    own = names_in_groups(optimizer, names)
-    if [sorted(group) for group in own] != [sorted(group) for group in groups]:
-        raise ConfigError(
-            f"The parameter groups of {type(optimizer).__name__} must be the same on all ranks, "
-            "got others than on rank 0. Make them without a condition on the rank, and without "
-            "random numbers."
-        )
-    for group, before, order in zip(optimizer.param_groups, own, groups, strict=True):
-        places = [before.index(name) for name in order]
-        # Optimizers that got `named_parameters` keep the names beside the parameters.
-        for key in ("params", "param_names"):
-            if key in group:
-                group[key][:] = [group[key][place] for place in places]
-
-
-def names_in_groups(optimizer: Optimizer, names: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Return the names of the parameters in each of an optimizer's groups."""
-    name_of = {parameter: name for name, parameter in names.items()}
-    return [[name_of[p] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def require_dense(optimizer: Optimizer, summed: Container[nn.Parameter]) -> None:

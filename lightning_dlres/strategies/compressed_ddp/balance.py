@@ -86,7 +86,8 @@ class SpeedBalance:
 
     def record(self, seconds_per_sample: float) -> None:
         """Record the seconds of computation for a sample in one step of this rank."""
-        self._seconds.append(seconds_per_sample)
+        if self._is_measured:
+            self._seconds.append(seconds_per_sample)
 
     def update(self, batch: int, connection: Connection) -> None:
         """Count a step; change the shares if enough steps were measured.

@@ -8,6 +8,7 @@ gradient is weighted by its samples, so the mean is that of the global batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -15,22 +16,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data import Sampler as TorchSampler
 
 from lightning_dlres.core.errors import ConfigError, got_expected
-
-# Arguments of a DataLoader that a loader with another batch sampler takes over.
-_LOADER_ARGUMENTS = (
-    "dataset",
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
 
 
 class SampleShares:
@@ -164,5 +149,8 @@ def balanced_loader(
     sampler = BalancedBatchSampler(
         loader.sampler, loader.batch_size * world_size, loader.drop_last, shares, rank
     )
-    arguments = {name: getattr(loader, name) for name in _LOADER_ARGUMENTS if hasattr(loader, name)}
-    return type(loader)(batch_sampler=sampler, **arguments)
+    # A copy, because a subclass may have a constructor of its own. A DataLoader refuses assignments
+    # of its sampler, but reads it only when an iterator is made.
+    balanced = copy(loader)
+    balanced.__dict__["batch_sampler"] = sampler
+    return balanced

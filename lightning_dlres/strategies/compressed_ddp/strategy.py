@@ -44,10 +44,11 @@ from lightning_dlres.strategies.compressed_ddp.optimizers import (
 from lightning_dlres.strategies.compressed_ddp.repeated_batch import RepeatedBatch
 from lightning_dlres.strategies.compressed_ddp.report_sections import sync_sections
 from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder
-from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader, length_of
+from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader, with_equal_length
 from lightning_dlres.strategies.connected_ddp import ConnectedDDPStrategy
 from lightning_dlres.strategies.connection import announcing_failures
 from lightning_dlres.strategies.few_bits import unwrapped
+from lightning_dlres.strategies.parameter_groups import order_groups_alike
 from lightning_dlres.strategies.process_group import check_backend
 
 # Key, in a Lightning checkpoint, of the residuals of all ranks.
@@ -173,6 +174,7 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
             "hierarchy": hierarchy,
             "min_bytes": min_bytes,
             "replan": replan,
+            "bucket_cap_mb": 25 if bucket_cap_mb is None else bucket_cap_mb,
             "timeout": timeout,
         }
         # Raise errors of the options now, not in the middle of a run.
@@ -242,6 +244,7 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         self._momentum = momentum_of(self.optimizers)
         if self.world_size > 1:
             require_equal_backwards(self.optimizers)
+            order_groups_alike(self.optimizers, module, self._connection)
         self._state = GradientSyncState(
             **self._sync_options,
             optimizers=[unwrapped(optimizer) for optimizer in self.optimizers],
@@ -251,7 +254,12 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         )
         self._recorder = StepRecorder(self.tracer)
         if self._momentum is not None:
-            self._momentum.attach(self._connection.check, self.tracer)
+            self._momentum.attach(
+                self._connection.check,
+                self.tracer,
+                timeout=self._wait_seconds,
+                shares_overflows=has_scaler(self.precision_plugin),
+            )
             self.model.register_comm_hook(self._momentum, momentum_hook)
             return
         warn_about_optimizers(self._state, self.optimizers)
@@ -292,16 +300,10 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
             self._uneven_loaders.clear()
         if self._balance is not None:
             loader = self._balance.share(loader, self._connection, self._uneven_loaders)
-        lengths = [int(row[0]) for row in self._connection.gather([length_of(loader)])]
-        if self._balance is None and len(set(lengths)) == 1 and lengths[0] >= 0:
+        is_weighted = self._balance is not None
+        uneven = with_equal_length(loader, trainer, self._connection, is_weighted=is_weighted)
+        if uneven is None:
             return loader
-        uneven = UnevenLoader(
-            loader,
-            length=None if min(lengths) < 0 else max(lengths),
-            any_rank=self._connection.any_rank,
-            next_batch=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
-            name=f"rank {self.global_rank}",
-        )
         self._uneven_loaders.append(uneven)
         self._keeps_fractions = True
         return uneven

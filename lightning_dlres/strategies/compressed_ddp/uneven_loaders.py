@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.strategies.connection import Connection
 
 
 class UnevenLoader:
@@ -88,6 +92,41 @@ class UnevenLoader:
         if self._length is None:
             return self._any_rank(False)
         return count < self._length
+
+
+def with_equal_length(
+    loader: Any, trainer: Trainer, connection: Connection, *, is_weighted: bool
+) -> UnevenLoader | None:
+    """Return a loader as long as the longest one on any rank; called by all ranks.
+
+    None if all are equally long, and gradients need no weights.
+
+    Args:
+        loader: Training loader of this rank.
+        trainer: Trainer of the run.
+        connection: Connection to the other ranks.
+        is_weighted: True if gradients are weighted by samples in any case.
+
+    Raises:
+        ConfigError: If `training_step` takes batches out of an iterator: their samples are not
+            known before it has run.
+    """
+    lengths = [int(row[0]) for row in connection.gather([length_of(loader)])]
+    if not is_weighted and len(set(lengths)) == 1 and lengths[0] >= 0:
+        return None
+    step = trainer.lightning_module.training_step
+    if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+        raise ConfigError(
+            "training_step must take a batch if the ranks' loaders differ in length or "
+            "share_samples is set, got dataloader_iter. Use training_step(self, batch, batch_idx)."
+        )
+    return UnevenLoader(
+        loader,
+        length=None if min(lengths) < 0 else max(lengths),
+        any_rank=connection.any_rank,
+        next_batch=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+        name=f"rank {connection.rank}",
+    )
 
 
 def length_of(loader: Any) -> float:

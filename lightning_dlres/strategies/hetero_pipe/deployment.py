@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.execute.optimizers import (
-    names_in_groups,
-    order_as,
     require_dense,
     require_owned,
     require_separable,
@@ -48,6 +46,7 @@ from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
 from lightning_dlres.strategies.hetero_pipe.replay.layer_attributes import LayerAttributes
 from lightning_dlres.strategies.hetero_pipe.run_planner import PlannedRun, RunPlanner
 from lightning_dlres.strategies.hetero_pipe.step.step_context import StepContext
+from lightning_dlres.strategies.parameter_groups import order_groups_alike
 
 # Models that an earlier run has left partitioned, and whether each rank had the whole model before
 # it. One that was made on the meta device may be too large for the memory of one rank. After a run
@@ -198,11 +197,9 @@ class Deployment:
         """
         replicas = len(self.plan.replicas)
         summed = {p for p, stages in self.owners.items() if replicas * len(stages) > 1}
-        names = dict(self.module.named_parameters())
         for optimizer in optimizers:
             require_owned(optimizer, self.owners, type(self.module).__name__)
-            groups = self.connection.broadcast(names_in_groups(optimizer, names), 0)
-            order_as(optimizer, names, groups)
+            order_groups_alike([optimizer], self.module, self.connection)
             require_dense(optimizer, summed)
             require_separable(optimizer, len(self.plan.split))
             # Adagrad creates state for all parameters when it is made. Remote parameters must have

@@ -89,7 +89,7 @@ def kernel_signatures() -> Iterator[tuple[str, Callable[..., None], tuple[Any, .
     scale, accumulate = types.float32, types.boolean
     yield "sign encode", sign_cuda.sign_encode, (floats, floats, floats, words, scale)
     yield "sign decode", sign_cuda.sign_decode, (floats, floats, words, scale, accumulate)
-    arguments: tuple[Any, ...] = (floats, floats, sums, words, floats, floats, scale)
+    arguments: tuple[Any, ...] = (floats, floats, sums, words, floats, floats, words, scale)
     yield "threshold encode", threshold_cuda.threshold_encode, arguments
     yield (
         "threshold decode",
