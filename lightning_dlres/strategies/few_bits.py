@@ -7,12 +7,27 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.gradsync.execute.planning import is_adam_like
+from lightning_dlres.gradsync.optimizers.one_bit_adam import OneBitAdam
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer inside Lightning's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def refuse_one_bit_adam(optimizers: Sequence[Optimizer], strategy: str) -> None:
+    """Refuse `OneBitAdam`, whose ranks must hold the same parameters and exchange their momenta.
+
+    Raises:
+        ConfigError: If an optimizer is a OneBitAdam.
+    """
+    if any(isinstance(unwrapped(optimizer), OneBitAdam) for optimizer in optimizers):
+        raise ConfigError(
+            f"optimizers must not be OneBitAdam with {strategy}, got one. Use torch.optim.AdamW, "
+            "or the strategy 'dlres_compressed_ddp'."
+        )
 
 
 def warn_about_few_bits(

@@ -6,7 +6,7 @@ rank that completes a unit's sum keeps another one for the sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -72,9 +72,15 @@ class StateCopies:
                     copies[name].copy_(tensor)
             self._saved.add(key)
 
-    def restore(self) -> None:
-        """Give the states their saved values; those that did not exist are removed."""
+    def restore(self, gradients: Collection[str] | None = None) -> None:
+        """Give the states their saved values; those that did not exist are removed.
+
+        Args:
+            gradients: Names of the gradients whose states are restored; None for all.
+        """
         for key in self._saved:
+            if gradients is not None and key[0] not in gradients:
+                continue
             copies = self._copies[key]
             if copies is None:
                 self._states.pop(key, None)

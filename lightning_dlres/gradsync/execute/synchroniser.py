@@ -200,13 +200,16 @@ class GradientSynchroniser:
         """Let the calling thread's later work on the device wait for the work before a mark."""
         self._executor.wait_for(mark)
 
-    def undo_step(self) -> None:
+    def undo_step(self, gradients: Collection[str] | None = None) -> None:
         """Restore the codecs' states from before the last step; needs `keeps_previous`.
 
         If that step continues earlier ones (see `start`), undo these, too.
+
+        Args:
+            gradients: Names of the gradients whose states are restored; None for all.
         """
         assert self._before_step is not None
-        self._before_step.restore()
+        self._before_step.restore(gradients)
 
     def close(self) -> None:
         """End the threads."""

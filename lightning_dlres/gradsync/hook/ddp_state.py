@@ -305,8 +305,11 @@ class GradientSyncState(SyncStateView):
         )
         return future
 
-    def undo_step(self) -> None:
+    def undo_step(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Restore the codecs' states from before the last step, which an optimizer skipped.
+
+        Args:
+            parameters: Those of the optimizer; None for all. PowerSGD restores all in any case.
 
         Raises:
             ConfigError: If the state was made without `keeps_previous`.
@@ -318,7 +321,8 @@ class GradientSyncState(SyncStateView):
         self._optimizer_steps.end()
         if self._power_sgd is not None:
             self._power_sgd.undo()
-        self._sync.undo_step()
+        names = None if parameters is None else self._names.known(parameters)
+        self._sync.undo_step(names)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the codecs' states of this rank: numbers, strings and tensors.

@@ -96,6 +96,10 @@ class ParameterNames:
                 )
         return [self._of(parameter) for parameter in parameters]
 
+    def known(self, parameters: Iterable[Tensor]) -> set[str]:
+        """Return the names of those parameters that have one."""
+        return {self._names[parameter] for parameter in parameters if parameter in self._names}
+
     def unused(self, parameters: Iterable[Tensor], *, is_last: bool) -> set[str]:
         """Return the names of parameters that no backward has used since the last mean.
 

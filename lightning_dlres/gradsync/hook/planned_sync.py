@@ -382,11 +382,12 @@ class PlannedSync:
         if self._fusion is not None:
             self._fusion.end_step()
 
-    def undo_step(self) -> None:
-        """Restore the states from before the last optimizer step."""
-        self.unsent.undo()
+    def undo_step(self, gradients: Collection[str] | None = None) -> None:
+        """Restore the states of gradients, or of all, from before the last optimizer step."""
+        self.unsent.undo(gradients)
         if self.session is not None:
-            self.session.synchroniser.undo_step()
+            # Fused gradients are not compressed, so they have no states.
+            self.session.synchroniser.undo_step(gradients)
 
     def saved_states(self) -> dict[str, Any]:
         """Return this rank's states for a checkpoint; empty if no rank has any.

@@ -250,7 +250,7 @@ class PowerSGD:
 
     def _refuse(self, bucket: GradBucket, names: Sequence[str]) -> None:
         if bucket.buffer().is_sparse:
-            got, rule = f"{POWERSGD!r}", "'int8' or another codec with sparse gradients"
+            got, rule = POWERSGD, "'int8' or another codec with sparse gradients"
             raise ConfigError(got_expected("algorithm", got, rule, "algorithm='int8'"))
         is_gloo = bucket.buffer().device.type == "cpu"
         is_single = bucket.index() == 0 and bucket.is_last()
@@ -259,9 +259,11 @@ class PowerSGD:
         if is_gloo and not is_single and is_lasting:
             # The hook's callbacks wait in gloo's threads for each other. Several buckets could take
             # all of these threads, and so deadlock.
-            rule = "a single bucket with gloo for algorithm 'powersgd', and parameters of one dtype"
-            fix = "bucket_cap_mb=1_000_000"
-            raise ConfigError(got_expected("bucket_cap_mb", "several buckets", rule, fix))
+            raise ConfigError(
+                "algorithm must not be 'powersgd' with several buckets of gradients over gloo, got "
+                "several. Give all parameters one dtype and use bucket_cap_mb=1_000_000, or use "
+                "algorithm='int8'."
+            )
         for name, parameter in zip(names, bucket.parameters(), strict=True):
             if parameter.dim() == 0 or parameter.is_complex():
                 rule = "'int8' or another codec for scalar or complex parameters"

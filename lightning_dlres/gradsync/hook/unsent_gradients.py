@@ -63,10 +63,11 @@ class UnsentGradients:
             gradients[name].add_((value * loss_scale).to(gradients[name]))
         return bool(names)
 
-    def undo(self) -> None:
-        """Take back what was added, because the optimizer has skipped the step."""
-        self.put(self._added)
-        self._added.clear()
+    def undo(self, gradients: Collection[str] | None = None) -> None:
+        """Take back what was added to gradients, or to all, because their optimizer has skipped the
+        step."""
+        undone = self._added.keys() if gradients is None else self._added.keys() & gradients
+        self.put({name: self._added.pop(name) for name in list(undone)})
 
     def entries(self) -> list[dict[str, Any]]:
         """Return the entries of a checkpoint, in the form of `save_states`."""

@@ -119,9 +119,10 @@ class OneBitAdam(torch.optim.Optimizer):
         if sync is not None:
             instance("sync", sync, (MomentumSync,), "a MomentumSync or None", "MomentumSync()")
         self.sync = MomentumSync() if sync is None else sync
-        self._steps, self._has_skipped = 0, False
+        self._steps, self._has_skipped, self._warns_of_hook = 0, False, True
         defaults = {"lr": lr, "betas": _betas(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
+        self.sync.note_options(freeze_step=freeze_step)
         self._rule = FreezeRule(freeze_step, max(g["betas"][1] for g in self.param_groups))
 
     @property
@@ -173,6 +174,15 @@ class OneBitAdam(torch.optim.Optimizer):
         self._steps += 1
         if not self.is_frozen and self.sync.world_size > 1 and self._is_last_of_warm_up():
             self._freeze()
+        if self._warns_of_hook and self.is_frozen and self.sync.world_size > 1:
+            self._warns_of_hook = False
+            if not self.sync.has_hook:
+                warnings.warn(
+                    "OneBitAdam has ended its warm-up, and gradients are still averaged without "
+                    "compression, because its hook has not run. Call "
+                    "`model.register_comm_hook(optimizer.sync, momentum_hook)`.",
+                    stacklevel=2,
+                )
         return loss
 
     @override
@@ -322,6 +332,7 @@ class OneBitAdam(torch.optim.Optimizer):
 
     def _freeze(self) -> None:
         """End the warm-up: keep the unbiased variance, and divide the momentum by its root."""
+        self.sync.require_same([parameter for _, parameter, _ in self._entries()])
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state.get(parameter)
@@ -335,13 +346,6 @@ class OneBitAdam(torch.optim.Optimizer):
                 state[_MOMENTUM] = state.pop("exp_avg").div_(_root(state, group))
                 state[_FROZEN] = True
         self.sync.take_over(self._frozen_parameters(), self)
-        if not self.sync.has_hook:
-            warnings.warn(
-                "OneBitAdam has ended its warm-up, and gradients are still averaged without "
-                "compression, because its hook has not run. Call "
-                "`model.register_comm_hook(optimizer.sync, momentum_hook)`.",
-                stacklevel=3,
-            )
 
 
 def _root(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:

@@ -14,7 +14,8 @@ from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 from lightning_dlres.gradsync.report.measurement import RankFigures, SyncMeasurement
 from lightning_dlres.gradsync.report.rank_steps import TASKS
 
-_ALL_REDUCE = "DistributedDataParallel's all-reduce"
+# Hooks of torch that synchronise gradients without tasks of ours, by algorithm.
+_TORCH_HOOKS = {"powersgd": "torch's PowerSGD hook"}
 
 
 class PredictedStep(Protocol):
@@ -41,7 +42,7 @@ class SyncReport:
     """The plan of a run and the measurement of its steps.
 
     Attributes:
-        algorithm: Name of a gradient codec, "raw", or "none".
+        algorithm: Name of a gradient codec, "raw", "powersgd", or "none".
         plan: The plan; None if the gradients were not synchronised by tasks.
         measured: Measured steps.
         predicted: Predicted times of a step; None if nothing was predicted.
@@ -141,7 +142,10 @@ class SyncReport:
     def _without_tasks(self) -> str:
         if len(self.measured.ranks) == 1:
             return "a single rank has nothing to synchronise"
-        return f"gradients are synchronised by {_ALL_REDUCE}"
+        return f"gradients are synchronised by {self._torch_hook()}"
+
+    def _torch_hook(self) -> str:
+        return _TORCH_HOOKS.get(self.algorithm, "DistributedDataParallel's all-reduce")
 
     def _prediction_table(self, predicted: PredictedStep) -> str:
         measured = self.measured

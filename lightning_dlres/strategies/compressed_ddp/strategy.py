@@ -15,8 +15,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -44,7 +42,11 @@ from lightning_dlres.strategies.compressed_ddp.optimizers import (
 from lightning_dlres.strategies.compressed_ddp.repeated_batch import RepeatedBatch
 from lightning_dlres.strategies.compressed_ddp.report_sections import sync_sections
 from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder
-from lightning_dlres.strategies.compressed_ddp.uneven_loaders import UnevenLoader, with_equal_length
+from lightning_dlres.strategies.compressed_ddp.uneven_loaders import (
+    UnevenLoader,
+    samples_of,
+    with_equal_length,
+)
 from lightning_dlres.strategies.connected_ddp import ConnectedDDPStrategy
 from lightning_dlres.strategies.connection import announcing_failures
 from lightning_dlres.strategies.few_bits import unwrapped
@@ -311,9 +313,7 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._uneven_loaders:
-            self._samples = 1
-            with suppress(MisconfigurationException):
-                self._samples = extract_batch_size(args[0])
+            self._samples = samples_of(args[0], self._module.trainer.train_dataloader)
         self._end_batch()
         if self._uneven_loaders and not self._has_data():
             self._repeated = RepeatedBatch(self._module)
@@ -395,7 +395,7 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
             self._rebalance(self._balance)
         if loss_scale(self.precision_plugin) < before:
             # The gradient scaler has found an overflow on all ranks, and skipped the step.
-            self._state.undo_step()
+            self._state.undo_step(p for group in optimizer.param_groups for p in group["params"])
         self._step_has_data = False
         return result
 

@@ -8,9 +8,12 @@ sees loaders of equal length.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_dlres.core.errors import ConfigError
@@ -127,6 +130,29 @@ def with_equal_length(
         next_batch=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
         name=f"rank {connection.rank}",
     )
+
+
+def samples_of(batch: Any, loaders: object) -> int:
+    """Return the samples of a batch, as Lightning finds them; 1 if it finds none.
+
+    Args:
+        batch: The batch. Rows of its first tensor may be something else than samples.
+        loaders: Training loaders of the Trainer.
+
+    Raises:
+        ConfigError: If there are several loaders. A batch then has parts of each, but a gradient
+            has only one weight.
+    """
+    while isinstance(loaders, (list, tuple, dict)) and len(loaders) == 1:
+        (loaders,) = loaders.values() if isinstance(loaders, dict) else loaders
+    if not isinstance(loaders, UnevenLoader):
+        raise ConfigError(
+            "the training loaders must have the same length on all ranks if there are several, got "
+            "others. Give every rank as many batches of each, or use one loader."
+        )
+    with suppress(MisconfigurationException):
+        return max(extract_batch_size(batch), 1)
+    return 1
 
 
 def length_of(loader: Any) -> float:

@@ -42,6 +42,7 @@ from lightning_dlres.pipeline.execute.states import (
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.plan.planner import with_schedule
 from lightning_dlres.strategies.connection import Connection
+from lightning_dlres.strategies.few_bits import refuse_one_bit_adam
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
 from lightning_dlres.strategies.hetero_pipe.replay.layer_attributes import LayerAttributes
 from lightning_dlres.strategies.hetero_pipe.run_planner import PlannedRun, RunPlanner
@@ -192,11 +193,13 @@ class Deployment:
         rank's device.
 
         Raises:
-            ConfigError: If an optimizer computes something over all parameters, has parameters that
-                are not the model's, or gets sparse gradients that must be summed over ranks.
+            ConfigError: If an optimizer computes something over all parameters, is a
+                OneBitAdam, has parameters that are not the model's, or gets sparse gradients that must be summed
+                over ranks.
         """
         replicas = len(self.plan.replicas)
         summed = {p for p, stages in self.owners.items() if replicas * len(stages) > 1}
+        refuse_one_bit_adam(optimizers, "dlres_hetero_pipe")
         for optimizer in optimizers:
             require_owned(optimizer, self.owners, type(self.module).__name__)
             order_groups_alike([optimizer], self.module, self.connection)

@@ -332,8 +332,8 @@ def refusal(context: RankContext, kind: str) -> str:
     [
         ("scalar", "algorithm must be 'int8' or another codec for scalar or complex parameters"),
         ("sparse", "algorithm must be 'int8' or another codec with sparse gradients"),
-        ("buckets", "bucket_cap_mb must be a single bucket with gloo for algorithm 'powersgd'"),
-        ("dtypes", "bucket_cap_mb must be a single bucket with gloo for algorithm 'powersgd'"),
+        ("buckets", "algorithm must not be 'powersgd' with several buckets of gradients over gloo"),
+        ("dtypes", "algorithm must not be 'powersgd' with several buckets of gradients over gloo"),
     ],
 )
 def test_what_torchs_hook_cannot_handle_is_refused(pool: RankPool, kind: str, message: str) -> None:
