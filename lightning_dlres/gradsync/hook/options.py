@@ -6,7 +6,8 @@ Ranks whose options differ would wait for messages that never come, or refuse ea
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from lightning_dlres.gradsync.execute.session import TRANSPORTS
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 
 _COORDINATORS = (AUTO, "always", "replay", "none")
+# Relative difference between the norms of a parameter on two ranks, up to which it is the same one:
+# processors of different kinds may round values differently.
+_SAME_NORM = 1e-3
 
 
 def checked_topology(topology: str, codecs: Mapping[str, GradientCodec]) -> str:
@@ -94,6 +98,41 @@ def require_equal_options(
                     f"{name} must be the same on all ranks, got {first[name]} on rank 0 and "
                     f"{other.get(name)} on rank {rank}. {fix}"
                 )
+
+
+def require_same_parameters(
+    parameters: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    timeout: float,
+    check: Callable[[], None],
+) -> None:
+    """Raise an error on all ranks unless all have the same parameters in the same order.
+
+    The order of a group that is made from a set differs in each process.
+
+    Args:
+        parameters: Parameters of this rank.
+        group: Gloo group of all ranks.
+        timeout: Deadline in seconds.
+        check: Called while waiting; raises if a rank is known to have failed.
+
+    Raises:
+        ConfigError: If shapes or values differ clearly.
+        PeerError: If a rank is lost or late.
+    """
+    own = [(list(p.shape), float(p.detach().double().norm())) for p in parameters]
+    texts = gather_bytes(msgspec.json.encode(own), timeout, check, group)
+    first, *others = (from_json(text, list[tuple[list[int], float]]) for text in texts)
+    for rank, other in enumerate(others, 1):
+        is_same = len(first) == len(other) and all(
+            shape == other_shape and math.isclose(norm, other_norm, rel_tol=_SAME_NORM)
+            for (shape, norm), (other_shape, other_norm) in zip(first, other, strict=True)
+        )
+        if not is_same:
+            raise ConfigError(
+                f"params must be the same on all ranks, got others, or another order, on rank "
+                f"{rank} than on rank 0. Make the groups from lists, not from sets."
+            )
 
 
 def require_all_ranks(parameter: Tensor) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,11 +19,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future, collect_all
 
 from lightning_dlres.core.checks import function, one_of, timeout_seconds, whole_number
-from lightning_dlres.core.comm.collectives import gather_bytes, no_check
+from lightning_dlres.core.comm.collectives import no_check
 from lightning_dlres.core.comm.mailbox import message_group, release_group
 from lightning_dlres.core.errors import ConfigError, PeerError, got_expected
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.gradsync.execute.saved_states import (
     LoadedStates,
     continue_states,
@@ -40,7 +38,11 @@ from lightning_dlres.gradsync.execute.session import (
 )
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
-from lightning_dlres.gradsync.hook.options import as_text, require_equal_options
+from lightning_dlres.gradsync.hook.options import (
+    as_text,
+    require_equal_options,
+    require_same_parameters,
+)
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, choices_by_size, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
@@ -50,8 +52,6 @@ from lightning_dlres.kernels.gradients.layout import BLOCK
 _ELEMENT_BYTES = 4
 # Name of the flags of a step. They travel like a momentum, so that an error names the late rank.
 _FLAGS = "flags"
-# Relative difference between the norms of a parameter on two ranks, up to which it is the same one.
-_SAME_NORM = 1e-3
 
 
 class MomentumSync:
@@ -270,29 +270,11 @@ class MomentumSync:
     def require_same(self, parameters: Sequence[Tensor]) -> None:
         """Check that all ranks have the same parameters in the same order; called by all of them.
 
-        Momenta are matched by position. The order of a group made from a set differs in each
-        process.
-
         Raises:
-            ConfigError: If the shapes or the values of two ranks differ clearly.
+            ConfigError: If the parameters of two ranks differ clearly.
             PeerError: If a rank is lost or late.
         """
-        # Processors of different kinds may round values differently.
-        own = [(list(p.shape), float(p.detach().double().norm())) for p in parameters]
-        texts = gather_bytes(
-            msgspec.json.encode(own), self._timeout, self._check, self._connected()
-        )
-        first, *others = (from_json(text, list[tuple[list[int], float]]) for text in texts)
-        for rank, other in enumerate(others, 1):
-            is_same = len(first) == len(other) and all(
-                shape == other_shape and math.isclose(norm, other_norm, rel_tol=_SAME_NORM)
-                for (shape, norm), (other_shape, other_norm) in zip(first, other, strict=True)
-            )
-            if not is_same:
-                raise ConfigError(
-                    f"params must be the same on all ranks, got others, or another order, on rank "
-                    f"{rank} than on rank 0. Make the groups from lists, not from sets."
-                )
+        require_same_parameters(parameters, self._connected(), self._timeout, self._check)
 
     def release(self) -> None:
         """Average all gradients again, as before `take_over`.

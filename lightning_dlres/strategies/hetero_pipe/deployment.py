@@ -193,9 +193,9 @@ class Deployment:
         rank's device.
 
         Raises:
-            ConfigError: If an optimizer computes something over all parameters, is a
-                OneBitAdam, has parameters that are not the model's, or gets sparse gradients that must be summed
-                over ranks.
+            ConfigError: If an optimizer is a OneBitAdam, computes something over all parameters,
+                has parameters that are not the model's, or gets sparse gradients that must be
+                summed over ranks.
         """
         replicas = len(self.plan.replicas)
         summed = {p for p, stages in self.owners.items() if replicas * len(stages) > 1}

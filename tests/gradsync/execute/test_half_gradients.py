@@ -64,3 +64,35 @@ def test_unsent_residuals_get_the_loss_scale_without_loss(dtype: torch.dtype) ->
     gradient = torch.full((4,), VALUE).to(dtype)
     unsent.add_to({"weight": gradient}, SCALE)
     torch.testing.assert_close(gradient.float(), torch.full((4,), 2 * VALUE), rtol=0.02, atol=0)
+
+
+def mean_of_large_values(context: RankContext, topology: str, codec: str, hosts: Hosts) -> Tensor:
+    """Return the mean of float16 gradients whose sum is above the largest float16."""
+    plan = make_plan(
+        [GradientSpec(name="weight", count=COUNT)],
+        [CodecChoice(codec=codec, partitions=3)],
+        world_size=len(hosts),
+        topology=topology,
+        alignment=4096,
+    )
+    codecs = {} if codec == RAW else {codec: gradient_codec(codec)}
+    gradient = torch.full((COUNT,), 40_000.0, dtype=torch.float16)
+    with open_sync(context, over_hosts(plan, hosts), codecs) as opened:
+        opened.sync.run(0, {"weight": gradient})
+    return gradient.float()
+
+
+@pytest.mark.parametrize(
+    ("topology", "codec", "hosts"),
+    [
+        ("ps", RAW, ((0,), (1,), (2,))),
+        ("ring", RAW, ((0,), (1,), (2,))),
+        ("ps", RAW, ((0, 2), (1,))),
+        ("ring", "int8", ((0, 2), (1,))),
+    ],
+)
+def test_means_whose_sums_overflow_are_finite(
+    pool: RankPool, topology: str, codec: str, hosts: Hosts
+) -> None:
+    for value in pool.run(mean_of_large_values, 3, topology, codec, hosts):
+        torch.testing.assert_close(value, torch.full((COUNT,), 40_000.0), rtol=0.01, atol=0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -77,3 +78,38 @@ def test_residuals_stay_with_their_elements(pool: RankPool, before: str, after: 
             assert "'0.weight'" in texts[0]
             assert "another memory format" in texts[0]
             assert "'2.weight'" not in texts[0]
+
+
+def warnings_of_powersgd(context: RankContext, before: str, after: str) -> list[str]:
+    """Return the warnings of a run that continues with another memory format."""
+    context.init_process_group()
+    states: list[Any] = [None] * context.world_size
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for memory_format in (before, after):
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(32 * 16, 2))
+            model.to(memory_format=FORMATS[memory_format])
+            state = GradientSyncState(
+                algorithm="powersgd", codec_options={"start_step": 2}, timeout=20
+            )
+            state.name_parameters(model.named_parameters())
+            if states[0] is not None:
+                state.load_state_dicts(states)
+            wrapped = DistributedDataParallel(model, bucket_cap_mb=1000)
+            wrapped.register_comm_hook(state, compressed_hook)
+            for step in range(4):
+                generator = torch.Generator().manual_seed(10 * step + context.rank)
+                model.zero_grad()
+                wrapped(torch.randn(2, 16, 6, 6, generator=generator)).square().mean().backward()
+            dist.all_gather_object(states, state.state_dict())
+            state.close()
+    return [str(one.message) for one in caught if "memory format" in str(one.message)]
+
+
+def test_errors_of_powersgd_are_dropped_with_another_memory_format(pool: RankPool) -> None:
+    for texts in pool.run(warnings_of_powersgd, 2, "channels_last", "contiguous"):
+        assert all("['0.weight'] were dropped" in text for text in texts)
+        assert texts
+    for texts in pool.run(warnings_of_powersgd, 2, "channels_last", "channels_last"):
+        assert texts == []

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dlres.codecs.gradient import RESIDUAL
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
 from tests.support.rank_pool import RankContext, RankPool
@@ -89,3 +91,64 @@ def test_all_backwards_of_a_skipped_step_leave_no_trace(
     expected, _ = pool.run(train, 2, algorithm, [], taken)
     assert ours.isfinite().all()
     assert torch.equal(ours, expected)
+
+
+def lost_after_partial_skips(context: RankContext) -> float:
+    """Return the largest part of the gradients that is lost when one of two optimizers skips.
+
+    One backward serves both optimizers. Those of "b" skip every second step.
+    """
+    context.init_process_group()
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(COUNT)) for name in "ab"})
+    optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in model.values()]
+    state = GradientSyncState(
+        algorithm="tbq",
+        topology="ps",
+        coordinator="none",
+        min_bytes=0,
+        optimizers=optimizers,
+        keeps_previous=True,
+    )
+    state.name_parameters(model.named_parameters())
+    wrapped = DistributedDataParallel(TwoGradients(model))
+    wrapped.register_comm_hook(state, compressed_hook)
+    own = {name: torch.zeros(COUNT) for name in model}
+    for step in range(STEPS):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + context.rank)
+        gradients = {name: torch.randn(COUNT, generator=generator) for name in model}
+        wrapped(gradients).backward()
+        optimizers[0].step()
+        own["a"] += gradients["a"]
+        if step % 2:
+            state.undo_step(optimizers[1].param_groups[0]["params"])
+        else:
+            optimizers[1].step()
+            own["b"] += gradients["b"]
+    for entry in state.state_dict()["units"]:
+        part = own[entry["gradient"]][entry["start"] : entry["stop"]]
+        part -= entry["tensors"][RESIDUAL]
+    state.close()
+    errors = []
+    for name, parameter in model.items():
+        dist.all_reduce(own[name])
+        errors.append((own[name] + context.world_size * parameter.detach()).abs().max())
+    return float(max(errors))
+
+
+class TwoGradients(nn.Module):
+    """Module whose gradients are its inputs, by name."""
+
+    def __init__(self, parameters: nn.ParameterDict) -> None:
+        super().__init__()
+        self.parameters_by_name = parameters
+
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        return sum(
+            ((self.parameters_by_name[name] * g).sum() for name, g in gradients.items()),
+            torch.zeros(()),
+        )
+
+
+def test_a_skip_of_one_optimizer_leaves_the_residuals_of_the_other(pool: RankPool) -> None:
+    assert max(pool.run(lost_after_partial_skips, 2)) < 1e-4

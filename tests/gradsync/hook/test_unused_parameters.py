@@ -237,3 +237,36 @@ def test_old_gradients_of_unused_parameters_change_no_residual(
         sent = torch.stack([own[name] for _, own, _ in ranks]).sum(0)
         torch.testing.assert_close(3 * mean, sent, rtol=0, atol=1e-3)
     assert all(all(is_kept) for _, _, is_kept in ranks)
+
+
+def accumulate_without_samples(context: RankContext) -> float:
+    """Return the largest part of the gradients that is lost, if a rank has no samples in the second
+    of two synchronised backwards of each step."""
+    context.init_process_group()
+    model = Branches()
+    state = GradientSyncState(algorithm="tbq", topology="ps", coordinator="none", min_bytes=0)
+    state.name_parameters(model.named_parameters())
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(state, compressed_hook)
+    lost = torch.zeros(SIZE, SIZE)
+    for step in range(4):
+        model.zero_grad()
+        for part in range(2):
+            seed = 100 * step + 10 * part + context.rank
+            noise = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(seed))
+            state.has_data = part == 0 or context.rank != 1
+            noise *= state.has_data
+            before = torch.zeros(SIZE, SIZE) if model.a.grad is None else model.a.grad.clone()
+            wrapped(noise, True).backward()
+            assert model.a.grad is not None
+            lost += noise + before - model.a.grad
+    for entry in state.state_dict()["units"]:
+        if entry["gradient"] == "a":
+            lost.view(-1)[entry["start"] : entry["stop"]] -= entry["tensors"][RESIDUAL]
+    state.close()
+    dist.all_reduce(lost)
+    return float(lost.abs().max())
+
+
+def test_a_rank_without_samples_loses_nothing_of_an_earlier_backward(pool: RankPool) -> None:
+    assert max(pool.run(accumulate_without_samples, 2)) < 1e-3

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlres.codecs.gradient import RESIDUAL
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.optimizers import MomentumSync, OneBitAdam, momentum_hook
 from tests.codecs.gradient.oracles import onebit
 from tests.gradsync.optimizers.oracle import OneBitAdamOracle
@@ -768,3 +769,95 @@ def test_bad_options_of_the_synchronisation_are_refused(
 def test_no_states_are_refused() -> None:
     with pytest.raises(ConfigError, match="states must be the states of all ranks"):
         MomentumSync().load_state_dicts([])
+
+
+def train_after_an_overflow(context: RankContext) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the scales of all steps, and the state after a late parameter was trained."""
+    context.init_process_group()
+    run = Run(context, 2, ddp={"find_unused_parameters": True})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scales = []
+    for step in range(8):
+        run.optimizer.zero_grad()
+        names = ("scalar", "weight", "large", *(("bias",) if step >= 6 else ()))
+        loss = run.ddp(context.rank, step, names)
+        factor = math.inf if step == 4 and context.rank == 1 else 1.0
+        scaler.scale(loss * factor).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    run.sync.close()
+    return scales, run.snapshot()
+
+
+def test_an_overflow_on_one_rank_changes_the_scale_on_all(pool: RankPool) -> None:
+    """With scales of their own, ranks would average late gradients in different units."""
+    results = pool.run(train_after_an_overflow, 2)
+    assert results[0][0] == results[1][0] == [8.0] * 4 + [4.0] * 4
+    assert equal(results[0][1], results[1][1])
+
+
+def train_in_another_order(context: RankContext, is_shuffled: bool) -> str:
+    """Return the error of a run whose ranks list two parameters of one shape in another order."""
+    context.init_process_group()
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    parameters = list(model.parameters())
+    if is_shuffled and context.rank:
+        parameters = parameters[2:] + parameters[:2]
+    optimizer = OneBitAdam(parameters, freeze_step=2, sync=MomentumSync(timeout=20.0))
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(optimizer.sync, momentum_hook)
+    try:
+        for _ in range(4):
+            wrapped(torch.ones(2, 6)).square().mean().backward()
+            optimizer.step()
+    except ConfigError as error:
+        return str(error)
+    optimizer.sync.close()
+    return ""
+
+
+def test_another_order_of_parameters_is_an_error(pool: RankPool) -> None:
+    message = (
+        "params must be the same on all ranks, got others, or another order, on rank 1 than on "
+        "rank 0. Make the groups from lists, not from sets."
+    )
+    assert pool.run(train_in_another_order, 2, True) == [message] * 2
+    assert pool.run(train_in_another_order, 2, False) == ["", ""]
+
+
+def refusal_of_options(context: RankContext, case: str) -> str:
+    context.init_process_group()
+    model = nn.Linear(6, 6)
+    topology = ("ps", "ring")[context.rank] if case == "sync" else "ps"
+    freeze_step = 4 + context.rank if case == "optimizer" else 4
+    sync = MomentumSync(timeout=20.0, topology=topology)
+    optimizer = OneBitAdam(model.parameters(), freeze_step=freeze_step, sync=sync)
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(sync, momentum_hook)
+    loss = wrapped(torch.ones(2, 6)).square().mean()
+    with pytest.raises(ConfigError) as error:
+        loss.backward()
+    assert not optimizer.state
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("sync", "topology must be the same on all ranks, got 'ps' on rank 0 and 'ring' on rank 1"),
+        ("optimizer", "freeze_step must be the same on all ranks, got 4 on rank 0 and 5 on rank 1"),
+    ],
+)
+def test_options_that_differ_between_ranks_are_named(
+    pool: RankPool, case: str, message: str
+) -> None:
+    assert all(text.startswith(message) for text in pool.run(refusal_of_options, 2, case))
+
+
+def test_a_strategy_gives_its_timeout_unless_another_is_set() -> None:
+    chosen, own = MomentumSync(), MomentumSync(timeout=7)
+    for sync in (chosen, own):
+        sync.attach(lambda: None, Tracer(), timeout=30.0, shares_overflows=False)
+    assert (chosen._timeout, own._timeout) == (30.0, 7.0)

@@ -118,3 +118,15 @@ def test_a_threshold_of_zero_starts_at_the_mean_magnitude() -> None:
     before = adaptive.clone()
     threshold.encode(values, torch.zeros(10_000), payload, adaptive, 0.5, 1.5)
     assert torch.equal(payload[:4].view(torch.float32), before)
+
+
+def test_the_threshold_follows_all_parts_of_a_block() -> None:
+    """A sixteenth of a block with small gradients does not keep the others from being sent."""
+    values, residual, adaptive = torch.randn(BLOCK), torch.zeros(BLOCK), torch.zeros(1)
+    values[: BLOCK // 16] *= 1e-3
+    payload = torch.empty(threshold.payload_bytes(BLOCK), dtype=torch.uint8)
+    thresholds = []
+    for _ in range(100):
+        threshold.encode(values, residual, payload, adaptive, 1.0, 1.5)
+        thresholds.append(float(adaptive))
+    assert sum(value > 0.5 for value in thresholds) > 50

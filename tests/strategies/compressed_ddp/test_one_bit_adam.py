@@ -10,13 +10,14 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.gradsync.optimizers.momentum_sync import MomentumSync
 from lightning_dlres.gradsync.optimizers.one_bit_adam import OneBitAdam
-from lightning_dlres.strategies import CompressedDDPStrategy
+from lightning_dlres.strategies import CompressedDDPStrategy, HeteroPipeStrategy
 from lightning_dlres.strategies.compressed_ddp.optimizers import momentum_of
 from tests.strategies.compressed_ddp.test_training import Points, Regression, equal
 from tests.support.models import QUIET
@@ -123,3 +124,79 @@ def test_other_optimizers_beside_it_are_refused() -> None:
         momentum_of(optimizers)
     assert momentum_of(optimizers[:1]) is optimizers[0].sync  # type: ignore[attr-defined]
     assert momentum_of(optimizers[1:]) is None
+
+
+class GroupsFromSets(Regression):
+    """Network whose groups have another order on each rank, as those of sets may have."""
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        if self.trainer.global_rank:
+            parameters.reverse()
+        return OneBitAdam(
+            parameters, lr=0.01, freeze_step=4, sync=MomentumSync(min_bytes=0, timeout=30.0)
+        )
+
+
+def fit_with_plugins(
+    context: RankContext, model_class: Any, has_scaler: bool, **options: Any
+) -> dict[str, Tensor]:
+    seed_everything(5, verbose=False)
+    model = model_class()
+    plugins: list[Any] = [context.environment]
+    if has_scaler:
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        plugins.append(MixedPrecision("16-mixed", "cpu", scaler))
+    trainer = Trainer(
+        strategy=CompressedDDPStrategy(timeout=30.0),
+        accelerator="cpu",
+        devices=context.world_size,
+        plugins=plugins,
+        max_epochs=1,
+        **QUIET,
+        **options,
+    )
+    trainer.fit(model, DataLoader(Points(96), batch_size=4))
+    return copy.deepcopy(model.state_dict())
+
+
+def test_groups_have_the_order_of_rank_0(pool: RankPool) -> None:
+    expected = pool.run(fit, 2, 4, epochs=1)
+    ranks = pool.run(fit_with_plugins, 2, GroupsFromSets, False)
+    assert all(map(equal, ranks, [expected[0]] * 2))
+
+
+def frozen_after_four() -> Model:
+    return Model(4)
+
+
+def test_gradients_are_clipped_beside_a_gradient_scaler(pool: RankPool) -> None:
+    ranks = pool.run(fit_with_plugins, 2, frozen_after_four, True, gradient_clip_val=0.5)
+    assert equal(ranks[0], ranks[1])
+    assert all(value.isfinite().all() for value in ranks[0].values())
+
+
+class PipelinedModel(Model):
+    """The small network with OneBitAdam, which a pipeline refuses."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+
+def refusal_of_pipeline(context: RankContext) -> str:
+    trainer = Trainer(
+        strategy=HeteroPipeStrategy(stages=2, timeout=30.0),
+        accelerator="cpu",
+        devices=2,
+        plugins=[context.environment],
+        max_epochs=1,
+        **QUIET,
+    )
+    with pytest.raises(ConfigError) as error:
+        trainer.fit(PipelinedModel(), DataLoader(Points(96), batch_size=4))
+    return str(error.value)
+
+
+def test_the_pipeline_refuses_it(pool: RankPool) -> None:
+    for message in pool.run(refusal_of_pipeline, 2):
+        assert message.startswith("optimizers must not be OneBitAdam with dlres_hetero_pipe")
