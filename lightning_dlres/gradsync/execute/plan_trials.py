@@ -85,9 +85,10 @@ class _Trial:
         self._gradients = random_gradients(
             plan, session.mailbox.rank, options.device, options.element_bytes
         )
-        # Only the number of bytes matters for the time of an all-reduce, so float32 will do.
+        # Only the number of bytes matters for the time of an all-reduce, so float32 will do. Not
+        # `randn`, which would change the user's random numbers.
         total = sum(plan.gradient_counts().values())
-        flat = torch.randn(-(-total * options.element_bytes // 4), device=options.device)
+        flat = torch.ones(-(-total * options.element_bytes // 4), device=options.device)
         self._buckets = flat.split(max(options.bucket_bytes // 4, 1))
 
     def step_with_plan(self, step: int) -> float:

@@ -98,11 +98,14 @@ def train(
             state = GradientSyncState(coordinator="none", min_bytes=0, transport=transport)
             state.name_parameters(model.named_parameters())
             wrapped.register_comm_hook(state, compressed_hook)
+        random_state = torch.get_rng_state()
         for step in range(3):
             seed = torch.Generator().manual_seed(10 * step + context.rank)
             optimizer.zero_grad()
             wrapped(torch.randn(8, 40, generator=seed)).square().mean().backward()
             optimizer.step()
+    # Trials have random gradients of their own.
+    assert torch.equal(random_state, torch.get_rng_state())
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     if state is None:
         return "", None, weights
