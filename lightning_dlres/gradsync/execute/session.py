@@ -228,20 +228,20 @@ def spec_of(name: str, parameter: Tensor) -> GradientSpec:
     return GradientSpec(name=name, count=parts * parameter.numel())
 
 
-def flat_gradients(bucket: GradBucket) -> list[Tensor]:
-    """Return flat views of a bucket's gradients, in the order of the bucket's parameters.
+def flat_bounds(bucket: GradBucket) -> list[tuple[int, int]]:
+    """Return the first element of each gradient in a bucket's buffer, and the end of its elements.
 
-    A view has the elements in the order of memory, whatever the strides of the gradient. Views of
-    complex gradients are real, and twice as long.
+    The elements are in the order of memory, whatever the strides of the gradient. Complex gradients
+    are real in the buffer, and twice as long.
     """
-    buffer = bucket.buffer()
-    views = []
+    offset = int(bucket.buffer().storage_offset())
+    bounds = []
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         # DDP flattens complex gradients to real ones, but counts complex elements.
         parts = 2 if parameter.is_complex() else 1
-        start = parts * (gradient.storage_offset() - buffer.storage_offset())
-        views.append(buffer[start : start + parts * parameter.numel()])
-    return views
+        start = parts * (int(gradient.storage_offset()) - offset)
+        bounds.append((start, start + parts * int(parameter.numel())))
+    return bounds
 
 
 def gradient_codecs(

@@ -35,7 +35,6 @@ from lightning_dlres.gradsync.execute.planning import AUTO, check_optimizers, is
 from lightning_dlres.gradsync.execute.saved_states import MEMORY_ORDERS, LoadedStates
 from lightning_dlres.gradsync.execute.session import (
     all_reduce_mean,
-    flat_gradients,
     gradient_codecs,
 )
 from lightning_dlres.gradsync.hook import powersgd
@@ -284,9 +283,9 @@ class GradientSyncState(SyncStateView):
         if self.synchroniser is None and self._sync.unsent.is_empty:
             # Return before views of the gradients are made, which cost time.
             return mean()
-        names = self._names.of(bucket.parameters())
-        gradients = dict(zip(names, flat_gradients(bucket), strict=True))
-        unused = self._names.unused(bucket.parameters(), is_last=bucket.is_last())
+        layout = self._names.layout_of(bucket)
+        gradients = layout.gradients(buffer)
+        unused = self._names.unused(layout, is_last=bucket.is_last())
         has_unsent = self._sync.unsent.add_to(gradients, self.loss_scale, unused)
         if self.synchroniser is None:
             return mean()

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.gradsync.execute.session import spec_of
+from lightning_dlres.gradsync.execute.session import flat_bounds, spec_of
 from lightning_dlres.gradsync.plan.units import GradientSpec
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Names and places of the gradients in a bucket, in the order of the bucket.
+
+    Attributes:
+        names: Names of the gradients.
+        bounds: First element of each gradient in the buffer, and the end of its elements.
+        ids: Identities of the parameters.
+    """
+
+    names: Sequence[str]
+    bounds: Sequence[tuple[int, int]]
+    ids: frozenset[int]
+
+    def gradients(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Return flat views of the gradients in a bucket's buffer by name; see `flat_bounds`."""
+        return {
+            name: buffer[start:stop]
+            for name, (start, stop) in zip(self.names, self.bounds, strict=True)
+        }
 
 
 class ParameterNames:
@@ -22,9 +46,13 @@ class ParameterNames:
     """
 
     def __init__(self) -> None:
-        self._names: dict[Tensor, str] = {}
-        # Parameters whose gradients backward has accumulated since the last mean.
-        self._used: set[Tensor] = set()
+        # By identity: the hash of a tensor is a function in Python.
+        self._names: dict[int, str] = {}
+        self._parameters: list[Tensor] = []
+        # DistributedDataParallel changes its buckets after the first step only.
+        self._layouts: dict[tuple[int, ...], BucketLayout] = {}
+        # Parameters whose gradients backward has accumulated since the last mean, by identity.
+        self._used: set[int] = set()
         self._handles: list[RemovableHandle] = []
         self.specs: list[GradientSpec] = []
         self.sparse: set[Tensor] = set()
@@ -54,7 +82,7 @@ class ParameterNames:
         self.sparse |= set(sparse)
         for name, parameter in parameters:
             # A shared parameter, or one of an earlier call, has a name already: skip it.
-            if not parameter.requires_grad or parameter in self._names:
+            if not parameter.requires_grad or id(parameter) in self._names:
                 continue
             if is_late or name in self._names.values():
                 rule = "those of one module, named before the first step"
@@ -76,8 +104,10 @@ class ParameterNames:
         if not self.specs:
             return None
         return {
-            name: sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-            for parameter, name in self._names.items()
+            self._names[id(parameter)]: sorted(
+                range(parameter.dim()), key=parameter.stride, reverse=True
+            )
+            for parameter in self._parameters
             if not parameter.is_contiguous()
         }
 
@@ -89,7 +119,7 @@ class ParameterNames:
         """
         parameters = list(parameters)
         for parameter in parameters if self.specs else ():
-            if parameter not in self._names:
+            if id(parameter) not in self._names:
                 raise ConfigError(
                     "parameters must name all parameters of the module, got no name for one of "
                     f"shape {tuple(parameter.shape)}. Use parameters=module.named_parameters()."
@@ -98,18 +128,33 @@ class ParameterNames:
 
     def known(self, parameters: Iterable[Tensor]) -> set[str]:
         """Return the names of those parameters that have one."""
-        return {self._names[parameter] for parameter in parameters if parameter in self._names}
+        ids = {id(parameter) for parameter in parameters}
+        return {name for one, name in self._names.items() if one in ids}
 
-    def unused(self, parameters: Iterable[Tensor], *, is_last: bool) -> set[str]:
+    def layout_of(self, bucket: GradBucket) -> BucketLayout:
+        """Return the layout of a bucket.
+
+        Raises:
+            ConfigError: As for `of`.
+        """
+        parameters = bucket.parameters()
+        ids = tuple(map(id, parameters))
+        layout = self._layouts.get(ids)
+        if layout is None:
+            layout = BucketLayout(self.of(parameters), flat_bounds(bucket), frozenset(ids))
+            self._layouts[ids] = layout
+        return layout
+
+    def unused(self, layout: BucketLayout, *, is_last: bool) -> set[str]:
         """Return the names of parameters that no backward has used since the last mean.
 
         Their buckets hold the gradients of earlier backwards, which may not be zero.
 
         Args:
-            parameters: Parameters of a bucket.
+            layout: Layout of a bucket.
             is_last: True for the last bucket of a mean.
         """
-        names = {self._of(parameter) for parameter in parameters if parameter not in self._used}
+        names = {self._names[one] for one in layout.ids - self._used}
         if is_last:
             self._used.clear()
         return names
@@ -120,14 +165,16 @@ class ParameterNames:
             self._handles.pop().remove()
 
     def _of(self, parameter: Tensor) -> str:
-        if parameter not in self._names:
+        if id(parameter) not in self._names:
             self._add(parameter, f"parameter {len(self._names)}")
-        return self._names[parameter]
+        return self._names[id(parameter)]
 
     def _add(self, parameter: Tensor, name: str) -> None:
-        self._names[parameter] = name
+        self._names[id(parameter)] = name
+        self._parameters.append(parameter)
+        used = self._used
         # Called before DistributedDataParallel takes the gradient.
-        handle = parameter.register_post_accumulate_grad_hook(self._used.add)
+        handle = parameter.register_post_accumulate_grad_hook(lambda p: used.add(id(p)))
         self._handles.append(handle)
 
 
