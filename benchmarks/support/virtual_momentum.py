@@ -126,6 +126,10 @@ class _VirtualSync(MomentumSync):
         return flag
 
     @override
+    def require_same(self, parameters: Sequence[Tensor]) -> None:
+        """Do nothing: the models are copies of one."""
+
+    @override
     def begin_step(self, flags: Sequence[bool]) -> list[bool]:
         self._meeting.flags[self._rank] = flags
         self._meeting.flag_barrier.wait()
