@@ -120,7 +120,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "topology": set(),
             "coordinator": set(),
             "min_bytes": {"zero"},
-            "timeout": {"fraction", "digits"},
+            "timeout": {"none", "fraction", "digits"},
             "check": {"none"},
         },
     ),
