@@ -232,6 +232,7 @@ class GradientSyncState(SyncStateView):
             future = self._reduce(bucket, bucket.buffer())
             if bucket.is_last():
                 self._sync.end_step()
+                self._names.end_mean()
             return future
 
     def begin_unhooked(self) -> None:
@@ -252,6 +253,7 @@ class GradientSyncState(SyncStateView):
     def end_unhooked(self) -> None:
         """End a backward without the hook."""
         self._step += 1
+        self._names.end_mean()
         self._note_done()
 
     def _begin_backward(self) -> None:
@@ -285,7 +287,7 @@ class GradientSyncState(SyncStateView):
             return mean()
         layout = self._names.layout_of(bucket)
         gradients = layout.gradients(buffer)
-        unused = self._names.unused(layout, is_last=bucket.is_last())
+        unused = self._names.unused(layout)
         has_unsent = self._sync.unsent.add_to(gradients, self.loss_scale, unused)
         if self.synchroniser is None:
             return mean()

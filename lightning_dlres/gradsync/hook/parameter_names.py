@@ -53,6 +53,8 @@ class ParameterNames:
         self._layouts: dict[tuple[int, ...], BucketLayout] = {}
         # Parameters whose gradients backward has accumulated since the last mean, by identity.
         self._used: set[int] = set()
+        # Parameters with a hook that notes their use.
+        self._watched: set[int] = set()
         self._handles: list[RemovableHandle] = []
         self.specs: list[GradientSpec] = []
         self.sparse: set[Tensor] = set()
@@ -145,19 +147,17 @@ class ParameterNames:
             self._layouts[ids] = layout
         return layout
 
-    def unused(self, layout: BucketLayout, *, is_last: bool) -> set[str]:
-        """Return the names of parameters that no backward has used since the last mean.
+    def unused(self, layout: BucketLayout) -> set[str]:
+        """Return the names of a bucket's parameters that no backward has used since the last mean.
 
         Their buckets hold the gradients of earlier backwards, which may not be zero.
-
-        Args:
-            layout: Layout of a bucket.
-            is_last: True for the last bucket of a mean.
         """
-        names = {self._names[one] for one in layout.ids - self._used}
-        if is_last:
-            self._used.clear()
-        return names
+        ids = layout.ids - self._used
+        return {self._names[one] for one in ids & self._watched} if ids else set()
+
+    def end_mean(self) -> None:
+        """Begin anew: later backwards use parameters for the next mean."""
+        self._used.clear()
 
     def close(self) -> None:
         """Remove the hooks of the parameters."""
@@ -172,6 +172,10 @@ class ParameterNames:
     def _add(self, parameter: Tensor, name: str) -> None:
         self._names[id(parameter)] = name
         self._parameters.append(parameter)
+        if not parameter.requires_grad:
+            # Frozen after DistributedDataParallel was made. It counts as used.
+            return
+        self._watched.add(id(parameter))
         used = self._used
         # Called before DistributedDataParallel takes the gradient.
         handle = parameter.register_post_accumulate_grad_hook(lambda p: used.add(id(p)))

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlres.codecs.gradient import RESIDUAL
 from lightning_dlres.gradsync.hook.ddp_hook import compressed_hook
 from lightning_dlres.gradsync.hook.ddp_state import GradientSyncState
+from lightning_dlres.gradsync.hook.parameter_names import sparse_parameters
 from lightning_dlres.gradsync.plan.graph import Part
 from tests.support.rank_pool import RankContext, RankPool
 
@@ -270,3 +271,65 @@ def accumulate_without_samples(context: RankContext) -> float:
 
 def test_a_rank_without_samples_loses_nothing_of_an_earlier_backward(pool: RankPool) -> None:
     assert max(pool.run(accumulate_without_samples, 2)) < 1e-3
+
+
+class WithEmbedding(nn.Module):
+    """The branches behind a sparse embedding, whose bucket is the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, SIZE, sparse=True)
+        self.branches = Branches()
+
+    def forward(self, noise: Tensor, uses_b: bool) -> Tensor:
+        return self.branches(noise, uses_b) + self.embedding(torch.tensor([1])).sum()
+
+
+def lost_beside_an_embedding(context: RankContext) -> float:
+    """Return the largest part of the gradients of "b" that is lost beside old gradients."""
+    context.init_process_group()
+    model = WithEmbedding()
+    state = GradientSyncState(algorithm="tbq", topology="ps", coordinator="none", min_bytes=0)
+    state.name_parameters(model.named_parameters(), sparse_parameters(model))
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    wrapped.register_comm_hook(state, compressed_hook)
+    lost = torch.zeros(SIZE, SIZE)
+    for step in range(8):
+        uses_b = step % 2 == 0
+        model.branches.a.grad = model.embedding.weight.grad = None
+        if uses_b:
+            model.branches.b.grad = None
+        seed = 100 * step + context.rank
+        noise = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(seed))
+        wrapped(noise, uses_b).backward()
+        if uses_b:
+            lost += noise - model.branches.b.grad
+    for entry in state.state_dict()["units"]:
+        if entry["gradient"] == "branches.b":
+            lost.view(-1)[entry["start"] : entry["stop"]] -= entry["tensors"][RESIDUAL]
+    state.close()
+    dist.all_reduce(lost)
+    return float(lost.abs().max())
+
+
+def test_a_sparse_last_bucket_changes_nothing(pool: RankPool) -> None:
+    assert max(pool.run(lost_beside_an_embedding, 2)) < 1e-3
+
+
+def train_with_a_frozen_parameter(context: RankContext, algorithm: str) -> bool:
+    """Return True if a hook without names trains beside a parameter that was frozen late."""
+    context.init_process_group()
+    model = Branches()
+    state = GradientSyncState(algorithm=algorithm, topology="ps", coordinator="none", min_bytes=0)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=1000)
+    wrapped.register_comm_hook(state, compressed_hook)
+    model.b.requires_grad_(False)
+    for _ in range(3):
+        wrapped(torch.ones(SIZE, SIZE), True).backward()
+    state.close()
+    return model.b.grad is None and model.a.grad is not None
+
+
+@pytest.mark.parametrize("algorithm", ["int8", "powersgd"])
+def test_a_parameter_may_be_frozen_before_the_first_step(pool: RankPool, algorithm: str) -> None:
+    assert pool.run(train_with_a_frozen_parameter, 2, algorithm) == [True, True]
