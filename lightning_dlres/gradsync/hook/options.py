@@ -120,7 +120,10 @@ def require_same_parameters(
         ConfigError: If shapes or values differ clearly.
         PeerError: If a rank is lost or late.
     """
-    own = [(list(p.shape), float(p.detach().double().norm())) for p in parameters]
+    # JSON has no infinities and NaN.
+    own = [
+        (list(p.shape), float(p.detach().double().nan_to_num(0, 0, 0).norm())) for p in parameters
+    ]
     texts = gather_bytes(msgspec.json.encode(own), timeout, check, group)
     first, *others = (from_json(text, list[tuple[list[int], float]]) for text in texts)
     for rank, other in enumerate(others, 1):

@@ -5,7 +5,6 @@ It is also the state of `momentum_hook`, which averages gradients in the warm-up
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,6 +42,7 @@ from lightning_dlres.gradsync.hook.options import (
     require_equal_options,
     require_same_parameters,
 )
+from lightning_dlres.gradsync.optimizers.shared_overflows import SharedOverflows
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, choices_by_size, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
@@ -109,8 +109,7 @@ class MomentumSync:
         self.tracer = Tracer()
         self.has_hook, self.last_ready = False, 0.0
         self.is_attached = self.shares_overflows = False
-        # True if a gradient of the current backward is not finite.
-        self._has_overflow = False
+        self._overflows = SharedOverflows()
         self._step = 0
         # Parameters whose gradients stay local, by identity.
         self._local: set[Tensor] = set()
@@ -197,9 +196,11 @@ class MomentumSync:
         # Means overflow on all ranks, local gradients may do so on one.
         is_shared = self.shares_overflows and bool(self._local)
         if is_shared:
-            self._has_overflow |= not buffer.isfinite().all()
+            self._overflows.check(buffer)
         future = self._mean(bucket, buffer)
-        return self._with_overflows(future, buffer) if is_shared and bucket.is_last() else future
+        if not is_shared:
+            return future
+        return self._overflows.add(future, buffer, is_last=bucket.is_last())
 
     def _mean(self, bucket: GradBucket, buffer: Tensor) -> Future[Tensor]:
         """Start to average the gradients of a bucket that do not stay local."""
@@ -227,20 +228,6 @@ class MomentumSync:
             return buffer
 
         return collect_all(means).then(finish)
-
-    def _with_overflows(self, future: Future[Tensor], buffer: Tensor) -> Future[Tensor]:
-        """Return a future buffer that is NaN if a gradient on any rank is not finite."""
-        overflow = torch.full((), float(self._has_overflow), device=buffer.device)
-        self._has_overflow = False
-        work = dist.all_reduce(overflow, op=dist.ReduceOp.MAX, async_op=True)
-        assert work is not None
-
-        def finish(done: Future[list[Future[Any]]]) -> Tensor:
-            for one in done.value():
-                one.value()
-            return buffer.masked_fill_(overflow > 0, math.nan)
-
-        return collect_all([future, work.get_future()]).then(finish)
 
     def require_owner(self, optimizer: object) -> None:
         """Check that no other optimizer's momenta are synchronised here.

@@ -771,15 +771,22 @@ def test_no_states_are_refused() -> None:
         MomentumSync().load_state_dicts([])
 
 
-def train_after_an_overflow(context: RankContext) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the scales of all steps, and the state after a late parameter was trained."""
+def train_after_an_overflow(
+    context: RankContext, uses_scalar: bool
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the scales of all steps, and the state after a late parameter was trained.
+
+    Without a use of "scalar", the parameter of the last bucket, that bucket has no effect.
+    """
     context.init_process_group()
     run = Run(context, 2, ddp={"find_unused_parameters": True})
+    run.sync.attach(lambda: None, Tracer(), timeout=20.0, shares_overflows=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scales = []
     for step in range(8):
         run.optimizer.zero_grad()
-        names = ("scalar", "weight", "large", *(("bias",) if step >= 6 else ()))
+        names = ("weight", "large", *(("bias",) if step >= 6 else ()))
+        names += ("scalar",) if uses_scalar else ()
         loss = run.ddp(context.rank, step, names)
         factor = math.inf if step == 4 and context.rank == 1 else 1.0
         scaler.scale(loss * factor).backward()
@@ -790,9 +797,12 @@ def train_after_an_overflow(context: RankContext) -> tuple[list[float], dict[str
     return scales, run.snapshot()
 
 
-def test_an_overflow_on_one_rank_changes_the_scale_on_all(pool: RankPool) -> None:
+@pytest.mark.parametrize("uses_scalar", [True, False])
+def test_an_overflow_on_one_rank_changes_the_scale_on_all(
+    pool: RankPool, uses_scalar: bool
+) -> None:
     """With scales of their own, ranks would average late gradients in different units."""
-    results = pool.run(train_after_an_overflow, 2)
+    results = pool.run(train_after_an_overflow, 2, uses_scalar)
     assert results[0][0] == results[1][0] == [8.0] * 4 + [4.0] * 4
     assert equal(results[0][1], results[1][1])
 
@@ -802,11 +812,13 @@ def train_in_another_order(context: RankContext, is_shuffled: bool) -> str:
     context.init_process_group()
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    parameters = list(model.parameters())
+    # A mask, whose gradient is never used.
+    model.register_parameter("mask", nn.Parameter(torch.tensor([0.0, -math.inf])))
+    parameters = list(model.parameters())[1:] + [model.get_parameter("mask")]
     if is_shuffled and context.rank:
-        parameters = parameters[2:] + parameters[:2]
+        parameters = parameters[2:4] + parameters[:2] + parameters[4:]
     optimizer = OneBitAdam(parameters, freeze_step=2, sync=MomentumSync(timeout=20.0))
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     wrapped.register_comm_hook(optimizer.sync, momentum_hook)
     try:
         for _ in range(4):
