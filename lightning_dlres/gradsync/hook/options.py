@@ -121,9 +121,8 @@ def require_same_parameters(
         PeerError: If a rank is lost or late.
     """
     # JSON has no infinities and NaN.
-    own = [
-        (list(p.shape), float(p.detach().double().nan_to_num(0, 0, 0).norm())) for p in parameters
-    ]
+    finite = (p.detach().double().nan_to_num(0, 0, 0) for p in parameters)
+    own = [(list(values.shape), float(values.norm())) for values in finite]
     texts = gather_bytes(msgspec.json.encode(own), timeout, check, group)
     first, *others = (from_json(text, list[tuple[list[int], float]]) for text in texts)
     for rank, other in enumerate(others, 1):

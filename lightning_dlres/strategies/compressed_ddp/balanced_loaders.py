@@ -17,6 +17,22 @@ from torch.utils.data import Sampler as TorchSampler
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 
+# Arguments of a DataLoader that a loader with another batch sampler takes over.
+_LOADER_ARGUMENTS = (
+    "dataset",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
 
 class SampleShares:
     """Shares of the ranks, which may change from some batch on.
@@ -149,8 +165,12 @@ def balanced_loader(
     sampler = BalancedBatchSampler(
         loader.sampler, loader.batch_size * world_size, loader.drop_last, shares, rank
     )
-    # A copy, because a subclass may have a constructor of its own. A DataLoader refuses assignments
-    # of its sampler, but reads it only when an iterator is made.
+    if type(loader) is DataLoader:
+        known = {name: getattr(loader, name) for name in _LOADER_ARGUMENTS if hasattr(loader, name)}
+        return DataLoader(batch_sampler=sampler, **known)
+    # A subclass may have a constructor of its own. A DataLoader refuses assignments of its sampler,
+    # but reads it only when an iterator is made. Persistent workers would keep an iterator with the
+    # old sampler.
     balanced = copy(loader)
-    balanced.__dict__["batch_sampler"] = sampler
+    balanced.__dict__.update(batch_sampler=sampler, persistent_workers=False)
     return balanced

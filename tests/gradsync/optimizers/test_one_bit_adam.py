@@ -814,7 +814,7 @@ def train_in_another_order(context: RankContext, is_shuffled: bool) -> str:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     # A mask, whose gradient is never used.
     model.register_parameter("mask", nn.Parameter(torch.tensor([0.0, -math.inf])))
-    parameters = list(model.parameters())[1:] + [model.get_parameter("mask")]
+    parameters = [*list(model.parameters())[1:], model.get_parameter("mask")]
     if is_shuffled and context.rank:
         parameters = parameters[2:4] + parameters[:2] + parameters[4:]
     optimizer = OneBitAdam(parameters, freeze_step=2, sync=MomentumSync(timeout=20.0))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.strategies import CompressedDDPStrategy
@@ -139,6 +140,40 @@ def test_several_loaders_of_other_lengths_are_refused(pool: RankPool) -> None:
 def test_a_subclass_of_a_loader_keeps_its_options(pool: RankPool) -> None:
     ranks = pool.run(fit, 2, scaling_loaders, Model, [3.0, 1.0])
     assert [sums for sums, _ in ranks] == [[120.0] * 4, [40.0] * 4]
+
+
+class Rows(Dataset[Tensor]):
+    """Dataset whose samples have the value 1."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        return (torch.ones(4),)
+
+
+class OwnLoader(DataLoader[Any]):
+    """Subclass of a loader."""
+
+
+def iterated_before(loader_class: Any, rank: int) -> Any:
+    """Return a loader with persistent workers that was iterated over, and a sampler of its own."""
+    loader = loader_class(
+        Rows(),
+        2,
+        num_workers=1,
+        persistent_workers=True,
+        sampler=DistributedSampler(Rows(), shuffle=False),
+    )
+    assert len(list(loader)) == 4
+    return loader
+
+
+@pytest.mark.parametrize("loader_class", [DataLoader, OwnLoader])
+def test_a_loader_that_was_iterated_before_is_shared_out(pool: RankPool, loader_class: Any) -> None:
+    loaders = partial(iterated_before, loader_class)
+    ranks = pool.run(fit, 2, loaders, Model, [3.0, 1.0])
+    assert [sums for sums, _ in ranks] == [[12.0] * 4, [4.0] * 4]
 
 
 def test_a_batch_whose_first_tensor_is_empty_counts(pool: RankPool) -> None:
