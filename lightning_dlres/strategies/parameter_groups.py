@@ -16,21 +16,36 @@ from lightning_dlres.strategies.connection import Connection
 
 
 def order_groups_alike(
-    optimizers: Sequence[Optimizer], module: nn.Module, connection: Connection
+    optimizers: Sequence[Optimizer],
+    module: nn.Module,
+    connection: Connection,
+    *,
+    may_differ: bool = False,
 ) -> None:
     """Order the parameters in all groups as rank 0 has them; called by all ranks.
 
+    Args:
+        optimizers: Optimizers of this rank.
+        module: The model.
+        connection: Connection to the other ranks.
+        may_differ: True leaves groups that hold other parameters than on rank 0 as they are: each
+            rank may update a part of the parameters.
+
     Raises:
-        ConfigError: If the groups of a rank do not hold the same parameters.
+        ConfigError: If groups hold other parameters than on rank 0, and may not.
     """
     names = dict(module.named_parameters())
     for optimizer in optimizers:
         groups = connection.broadcast(names_in_groups(optimizer, names), 0)
-        order_as(optimizer, names, groups)
+        order_as(optimizer, names, groups, may_differ=may_differ)
 
 
 def order_as(
-    optimizer: Optimizer, names: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]]
+    optimizer: Optimizer,
+    names: Mapping[str, nn.Parameter],
+    groups: Sequence[Sequence[str]],
+    *,
+    may_differ: bool = False,
 ) -> None:
     """Order the parameters in the optimizer's groups as another rank has them.
 
@@ -38,12 +53,15 @@ def order_as(
         optimizer: Optimizer of this rank.
         names: The model's parameters by name.
         groups: Result of `names_in_groups` on the other rank.
+        may_differ: See `order_groups_alike`.
 
     Raises:
         ConfigError: If the groups do not hold the same parameters.
     """
     own = names_in_groups(optimizer, names)
     if [sorted(group) for group in own] != [sorted(group) for group in groups]:
+        if may_differ:
+            return
         raise ConfigError(
             f"The parameter groups of {type(optimizer).__name__} must be the same on all ranks, "
             "got others than on rank 0. Make them without a condition on the rank, and without "

@@ -179,6 +179,7 @@ class GradientSyncState(SyncStateView):
             hierarchy=hierarchy,
             min_bytes=min_bytes,
             replan=replan,
+            bucket_cap_mb=bucket_cap_mb,
             optimizers="like Adam" if is_adam_like(checked_optimizers) else "like SGD",
         )
         self.loss_scale, self.has_data, self.last_ready = 1.0, True, 0.0

@@ -48,14 +48,15 @@ def warn_about_optimizers(state: GradientSyncState, optimizers: Sequence[Optimiz
 def require_equal_backwards(optimizers: Sequence[Optimizer]) -> None:
     """Raise if an optimizer may call backward more often on one rank than on another.
 
-    A line search runs backward until its loss is low enough, and each rank has the loss of its own
-    samples. A rank would then wait for ever for the gradients of another one.
+    A line search runs backward until its loss is low enough, or until it changes little, and each
+    rank has the loss of its own samples. A rank would then wait for the gradients of another one.
 
     Args:
         optimizers: Optimizers of the Trainer, which Lightning may have wrapped.
 
     Raises:
-        ConfigError: If an optimizer searches along a line.
+        ConfigError: If an optimizer searches along a line, or ends a step when its loss changes
+            little.
     """
     for optimizer in map(unwrapped, optimizers):
         searches = [group.get("line_search_fn") for group in optimizer.param_groups]
@@ -63,6 +64,16 @@ def require_equal_backwards(optimizers: Sequence[Optimizer]) -> None:
             got, rule = searches[0], "None with several ranks, whose losses differ"
             fix = "LBFGS(..., line_search_fn=None)"
             raise ConfigError(got_expected("line_search_fn", got, rule, fix))
+        # Only this tolerance ends a step by the loss of the rank.
+        tolerances = [
+            group["tolerance_change"]
+            for group in optimizer.param_groups
+            if isinstance(optimizer, LBFGS) and group["max_iter"] > 1
+        ]
+        if any(tolerances):
+            got, rule = tolerances[0], "0 with several ranks, whose losses differ"
+            fix = "LBFGS(..., tolerance_change=0)"
+            raise ConfigError(got_expected("tolerance_change", got, rule, fix))
 
 
 def has_scaler(plugin: Precision) -> bool:

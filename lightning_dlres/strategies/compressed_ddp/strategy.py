@@ -45,6 +45,7 @@ from lightning_dlres.strategies.compressed_ddp.step_recorder import StepRecorder
 from lightning_dlres.strategies.compressed_ddp.uneven_loaders import (
     UnevenLoader,
     samples_of,
+    weight_of,
     with_equal_length,
 )
 from lightning_dlres.strategies.connected_ddp import ConnectedDDPStrategy
@@ -246,7 +247,7 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
         self._momentum = momentum_of(self.optimizers)
         if self.world_size > 1:
             require_equal_backwards(self.optimizers)
-            order_groups_alike(self.optimizers, module, self._connection)
+            order_groups_alike(self.optimizers, module, self._connection, may_differ=True)
         self._state = GradientSyncState(
             **self._sync_options,
             optimizers=[unwrapped(optimizer) for optimizer in self.optimizers],
@@ -375,9 +376,9 @@ class CompressedDDPStrategy(ConnectedDDPStrategy):
             batch_idx = self._module.trainer.fit_loop.batch_idx
             batch = batch_idx - self._uneven_loaders[0].first_batch
             return self._balance.weight(batch, self.global_rank)
-        samples = float(self._samples if has_data else 0)
-        total = sum(row[0] for row in self._connection.gather([samples]))
-        return samples * self.world_size / total
+        rows = self._connection.gather([float(self._samples if has_data else 0)])
+        loaders = self._module.trainer.train_dataloader
+        return weight_of(self.global_rank, [row[0] for row in rows], loaders)
 
     @override
     def optimizer_step(

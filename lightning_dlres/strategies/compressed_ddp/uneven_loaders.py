@@ -7,7 +7,7 @@ sees loaders of equal length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -62,6 +62,11 @@ class UnevenLoader:
         if self._length is None:
             raise TypeError("the length of the loader on some rank is unknown")
         return self._length
+
+    @property
+    def has_length(self) -> bool:
+        """True if the lengths of all ranks are known."""
+        return self._length is not None
 
     def has_data(self, batch_idx: int) -> bool:
         """Return False if a batch of the current epoch repeats the last one."""
@@ -135,24 +140,55 @@ def with_equal_length(
 def samples_of(batch: Any, loaders: object) -> int:
     """Return the samples of a batch, as Lightning finds them; 1 if it finds none.
 
+    A batch of several loaders counts as 1: the parts may have different numbers of samples.
+
     Args:
         batch: The batch. Rows of its first tensor may be something else than samples.
         loaders: Training loaders of the Trainer.
 
     Raises:
-        ConfigError: If there are several loaders. A batch then has parts of each, but a gradient
-            has only one weight.
+        ConfigError: If there are several loaders, and the ranks' lengths are known to differ.
     """
-    while isinstance(loaders, (list, tuple, dict)) and len(loaders) == 1:
-        (loaders,) = loaders.values() if isinstance(loaders, dict) else loaders
-    if not isinstance(loaders, UnevenLoader):
-        raise ConfigError(
-            "the training loaders must have the same length on all ranks if there are several, got "
-            "others. Give every rank as many batches of each, or use one loader."
-        )
+    several = _several(loaders)
+    if several:
+        if any(isinstance(one, UnevenLoader) and one.has_length for one in several):
+            raise _refusal_of_several()
+        return 1
     with suppress(MisconfigurationException):
         return max(extract_batch_size(batch), 1)
     return 1
+
+
+def weight_of(rank: int, samples: Sequence[float], loaders: object) -> float:
+    """Return the weight of a rank's loss: its samples over the mean of all ranks.
+
+    Args:
+        rank: The rank.
+        samples: Samples of each rank in the step; 0 for one that repeats a batch.
+        loaders: Training loaders of the Trainer.
+
+    Raises:
+        ConfigError: If there are several loaders, and one of a rank has ended before those of
+            another rank. A batch has parts of each loader, but a gradient has only one weight.
+    """
+    if 0 in samples and _several(loaders):
+        raise _refusal_of_several()
+    return samples[rank] * len(samples) / sum(samples)
+
+
+def _several(loaders: object) -> list[object]:
+    """Return the loaders if there are several; an empty list for one."""
+    if not isinstance(loaders, (list, tuple, dict)):
+        return []
+    values = list(loaders.values()) if isinstance(loaders, dict) else list(loaders)
+    return _several(values[0]) if len(values) == 1 else values
+
+
+def _refusal_of_several() -> ConfigError:
+    return ConfigError(
+        "the training loaders must have the same length on all ranks if there are several, got "
+        "others. Give every rank as many batches of each, or use one loader."
+    )
 
 
 def length_of(loader: Any) -> float:

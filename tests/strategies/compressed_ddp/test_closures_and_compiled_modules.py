@@ -76,7 +76,7 @@ def fit(
     return copy.deepcopy(module.state_dict())
 
 
-LBFGS = {"lr": 0.1, "max_iter": 4, "history_size": 4}
+LBFGS = {"lr": 0.1, "max_iter": 4, "history_size": 4, "tolerance_change": 0}
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_training_is_that_of_ddp(
             torch.testing.assert_close(ours[name], weight, rtol=0, atol=tolerance)
 
 
-def refused_line_search(context: RankContext) -> str:
-    options = {**LBFGS, "line_search_fn": "strong_wolfe"}
+def refused_options(context: RankContext, changed: dict[str, Any]) -> str:
+    options = {**LBFGS, **changed}
     with pytest.raises(ConfigError) as error:
         fit(context, "raw", "LBFGS", options, False)
     return str(error.value)
@@ -106,7 +106,11 @@ def test_a_line_search_of_several_ranks_is_refused(pool: RankPool) -> None:
 
     With DDPStrategy, the ranks then wait for each other, or lose their connections.
     """
-    assert set(pool.run(refused_line_search, 2)) == {
+    assert set(pool.run(refused_options, 2, {"line_search_fn": "strong_wolfe"})) == {
         "line_search_fn must be None with several ranks, whose losses differ, got 'strong_wolfe'. "
         "Use LBFGS(..., line_search_fn=None)."
+    }
+    assert set(pool.run(refused_options, 2, {"tolerance_change": 1e-9})) == {
+        "tolerance_change must be 0 with several ranks, whose losses differ, got 1e-09. "
+        "Use LBFGS(..., tolerance_change=0)."
     }

@@ -9,7 +9,13 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.strategies import CompressedDDPStrategy
@@ -80,6 +86,24 @@ def one_uneven_of_two(rank: int) -> Any:
     return {"x": uneven_loaders(rank), "other": equal_loaders(rank)}
 
 
+class Stream(IterableDataset[Any]):
+    """Samples of a stream, whose length is unknown."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter([(torch.ones(4),)] * self.count)
+
+
+def equal_streams(rank: int) -> Any:
+    return {"x": DataLoader(Stream(8), 2), "other": equal_loaders(rank)}
+
+
+def uneven_streams(rank: int) -> Any:
+    return {"x": DataLoader(Stream(8 + 4 * rank), 2), "other": DataLoader(Stream(8 + 4 * rank), 2)}
+
+
 def scaling_loaders(rank: int) -> Any:
     return ScalingLoader(samples(16), factor=10.0, batch_size=2)
 
@@ -130,11 +154,17 @@ def test_an_iterator_is_refused_where_batches_have_weights(pool: RankPool) -> No
         assert sums == [8.0] * 4
 
 
-def test_several_loaders_of_other_lengths_are_refused(pool: RankPool) -> None:
-    for message in pool.run(refusal, 2, one_uneven_of_two):
+@pytest.mark.parametrize("loaders", [one_uneven_of_two, uneven_streams])
+def test_several_loaders_of_other_lengths_are_refused(pool: RankPool, loaders: Any) -> None:
+    for message in pool.run(refusal, 2, loaders):
         assert message.startswith(
             "the training loaders must have the same length on all ranks if there are several"
         )
+
+
+def test_several_streams_of_one_length_are_trained(pool: RankPool) -> None:
+    for sums, _ in pool.run(fit, 2, equal_streams):
+        assert sums == [8.0] * 4
 
 
 def test_a_subclass_of_a_loader_keeps_its_options(pool: RankPool) -> None:
