@@ -7,11 +7,12 @@
 Four ranks train a classifier of handwritten digits (scikit-learn) and a byte-level GPT, each with
 SGD with momentum and with AdamW. Each training runs with three seeds. The spread of the validation
 losses without compression, the largest minus the smallest, is the margin. An algorithm converges if
-its mean loss exceeds the mean without compression by at most the margin. Two controls drop a
-compression error instead of sending it later; they must exceed the margin. Learning rates are
-small: an error that is sent later acts as a delayed gradient, and large steps with delays diverge.
-`OneBitAdam` compresses momenta after a quarter of the steps; it is compared with AdamW. The ranks
-run in one process (see benchmarks/support/virtual_ranks and virtual_momentum). Needs scikit-learn.
+its mean loss exceeds the mean without compression by at most the margin. Controls drop all
+compression errors, or those of the ranks or of the sums, instead of sending them later; they must
+exceed the margin. Learning rates are small: an error that is sent later acts as a delayed gradient,
+and large steps with delays diverge. `OneBitAdam` compresses momenta after a quarter of the steps;
+it is compared with AdamW. The ranks run in one process (see benchmarks/support/virtual_ranks and
+virtual_momentum). Needs scikit-learn.
 
 `--plot` draws the losses over the steps, and over simulated time: that of steps with larger
 gradients on a slow network. See benchmarks/support/convergence_plot.
@@ -104,6 +105,9 @@ ANY_OPTIMIZER = {name: Run(name) for name in ("fp16", "bf16", "fp8", "int8", "qs
 SGD_ONLY = {name: Run(name) for name in ("onebit", "tbq", "terngrad", "graddrop")}
 # Runs that drop an error instead of sending it later, and so must not converge.
 CONTROLS = {
+    "onebit, no error feedback": Run(
+        "onebit", feedback={"has_error_feedback": False, "has_sum_feedback": False}
+    ),
     "onebit, no residual of the ranks": Run("onebit", feedback={"has_error_feedback": False}),
     "onebit, no residual of the sum": Run("onebit", feedback={"has_sum_feedback": False}),
 }
