@@ -40,7 +40,11 @@ def _sample_plane(gradient: Any, residual: Any, scale: Any, lanes: Any) -> Any:
 _plane_sampler = subroutine(_sample_plane, nogil=True)
 
 
-def _encode_block(gradient: Any, residual: Any, words: Any, scale: Any, threshold: Any) -> None:
+def _encode_block(
+    gradient: Any, residual: Any, words: Any, scale: Any, threshold: Any, plane: Any, lanes: Any
+) -> Any:
+    """Encode one block; return the sum and the number of the finite magnitudes of one plane."""
+    total, number_finite = float32(0), 0
     for i in range(words.size):
         words[i] = 0
     for p in range(PLANES):
@@ -51,6 +55,9 @@ def _encode_block(gradient: Any, residual: Any, words: Any, scale: Any, threshol
         code_positive = shift_left(uint32(POSITIVE), shift)
         code_negative = shift_left(uint32(NEGATIVE), shift)
         code_not_finite = shift_left(uint32(NOT_FINITE), shift)
+        if p == plane:
+            # In its turn: memory is read from front to back.
+            total, number_finite = _plane_sampler(values, errors, scale, lanes)
         for i in range(values.size):
             value = values[i] * scale + errors[i]
             positive, negative = value >= threshold, value <= -threshold
@@ -63,6 +70,7 @@ def _encode_block(gradient: Any, residual: Any, words: Any, scale: Any, threshol
             is_finite = abs(value) <= float32(LARGEST)
             errors[i] = error if is_finite else errors[i]
             words[i] = bitwise_or(words[i], code if is_finite else code_not_finite)
+    return total, number_finite
 
 
 _block_encoder = subroutine(_encode_block, nogil=True)
@@ -106,16 +114,16 @@ def encode(
     """
     lanes = np.empty(LANES, np.float32)
     for block in range(len(sums)):
-        values = gradient[block * BLOCK : block * BLOCK + BLOCK]
-        errors = residual[block * BLOCK : block * BLOCK + BLOCK]
-        packed = words[block * _WORDS : block * _WORDS + _WORDS]
-        plane = (numbers[block] + first_plane) % PLANES
-        first = min(plane * packed.size, values.size)
-        stop = min(first + packed.size, values.size)
-        sums[block, 0], sums[block, 1] = _plane_sampler(
-            values[first:stop], errors[first:stop], scale, lanes
+        first, word = block * BLOCK, block * _WORDS
+        sums[block, 0], sums[block, 1] = _block_encoder(
+            gradient[first : first + BLOCK],
+            residual[first : first + BLOCK],
+            words[word : word + _WORDS],
+            scale,
+            threshold,
+            (numbers[block] + first_plane) % PLANES,
+            lanes,
         )
-        _block_encoder(values, errors, packed, scale, threshold)
 
 
 @compiled((types.float32[::1], types.float64[:, ::1], types.float32), nogil=True)
