@@ -1,8 +1,7 @@
 """Arithmetic of 32-bit words in functions that Numba compiles for the CPU.
 
-Numba computes with integers in 64 bits. A vector instruction then handles half as many elements,
-which doubled the time of packing and unpacking codes. These functions keep 32 bits; results wrap
-around.
+Numba computes with integers in 64 bits. A vector instruction then handles half as many elements.
+These functions keep 32 bits; results wrap around.
 """
 
 from __future__ import annotations

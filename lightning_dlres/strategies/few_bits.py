@@ -1,4 +1,4 @@
-"""Warning about compressed gradients of few bits for the Trainer's optimizers."""
+"""Optimizers of the Trainer that few bits do not suit, or that need another strategy."""
 
 from __future__ import annotations
 

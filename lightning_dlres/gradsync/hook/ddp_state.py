@@ -99,8 +99,8 @@ class GradientSyncState(SyncStateView):
         tracer: Spans of all tasks.
         loss_scale: Factor of the loss in the next backward, such as that of a gradient scaler; a
             power of two. Residuals are kept without it, so they fit any later scale.
-        has_data: Set it to False for a backward without samples on this rank, whose gradients are
-            zero. The residuals of this rank then stay unchanged.
+        has_data: Set it to False for a backward without samples on this rank. Residuals of
+            gradients that are zero then stay unchanged.
         last_ready: `time.perf_counter` when this rank's last gradient of the newest step was ready.
 
     Raises:

@@ -22,7 +22,13 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 def mean(
-    context: RankContext, dtype: torch.dtype, topology: str, codec: str, hosts: Hosts
+    context: RankContext,
+    dtype: torch.dtype,
+    topology: str,
+    codec: str,
+    hosts: Hosts,
+    value: float = VALUE,
+    scale: float = SCALE,
 ) -> Tensor:
     """Return the mean of gradients that are equal on all ranks."""
     plan = make_plan(
@@ -33,9 +39,9 @@ def mean(
         alignment=4096,
     )
     codecs = {} if codec == RAW else {codec: gradient_codec(codec)}
-    gradient = torch.full((COUNT,), VALUE).to(dtype)
+    gradient = torch.full((COUNT,), value).to(dtype)
     with open_sync(context, over_hosts(plan, hosts), codecs) as opened:
-        opened.sync.run(0, {"weight": gradient}, loss_scale=SCALE)
+        opened.sync.run(0, {"weight": gradient}, loss_scale=scale)
     return gradient.float()
 
 
@@ -66,22 +72,6 @@ def test_unsent_residuals_get_the_loss_scale_without_loss(dtype: torch.dtype) ->
     torch.testing.assert_close(gradient.float(), torch.full((4,), 2 * VALUE), rtol=0.02, atol=0)
 
 
-def mean_of_large_values(context: RankContext, topology: str, codec: str, hosts: Hosts) -> Tensor:
-    """Return the mean of float16 gradients whose sum is above the largest float16."""
-    plan = make_plan(
-        [GradientSpec(name="weight", count=COUNT)],
-        [CodecChoice(codec=codec, partitions=3)],
-        world_size=len(hosts),
-        topology=topology,
-        alignment=4096,
-    )
-    codecs = {} if codec == RAW else {codec: gradient_codec(codec)}
-    gradient = torch.full((COUNT,), 40_000.0, dtype=torch.float16)
-    with open_sync(context, over_hosts(plan, hosts), codecs) as opened:
-        opened.sync.run(0, {"weight": gradient})
-    return gradient.float()
-
-
 @pytest.mark.parametrize(
     ("topology", "codec", "hosts"),
     [
@@ -94,5 +84,7 @@ def mean_of_large_values(context: RankContext, topology: str, codec: str, hosts:
 def test_means_whose_sums_overflow_are_finite(
     pool: RankPool, topology: str, codec: str, hosts: Hosts
 ) -> None:
-    for value in pool.run(mean_of_large_values, 3, topology, codec, hosts):
-        torch.testing.assert_close(value, torch.full((COUNT,), 40_000.0), rtol=0.01, atol=0)
+    # Three of them are above the largest float16.
+    large = 40_000.0
+    for value in pool.run(mean, 3, torch.float16, topology, codec, hosts, large, 1.0):
+        torch.testing.assert_close(value, torch.full((COUNT,), large), rtol=0.01, atol=0)
