@@ -125,13 +125,13 @@ class Mirror:
             HistoryInMirror(
                 optimizer,
                 self.units,
-                self._history_places(history, places),
+                self._history_places(number, history, places),
                 wants_fused=config.fused,
                 before_step=self._prepare_update,
                 always_prepares=self._on_gpu,
                 is_layerwise=lambda: self._gradients.is_layerwise,
             )
-            for optimizer, history in zip(optimizers, histories, strict=True)
+            for number, (optimizer, history) in enumerate(zip(optimizers, histories, strict=True))
         ]
         self._saved_tensors = ParameterHooks()
         # Plans by the key of a step, and the number of steps that were measured.
@@ -335,9 +335,9 @@ class Mirror:
         like: dict[tuple[Kind, str], Tensor] = {}
         for _, name, parameter in self._named():
             like["parameter", name] = like["gradient", name] = parameter.detach()
-            for history in histories:
+            for number, history in enumerate(histories):
                 for key, tensor in history.get(parameter, {}).items():
-                    like["history", f"{name}/{key}"] = tensor
+                    like["history", _history_name(name, number, key)] = tensor
         return {
             (item.kind, item.name): self._region.tensor(offset, like[item.kind, item.name])
             for item, offset in zip(self.table.items, self.table.offsets, strict=True)
@@ -371,12 +371,16 @@ class Mirror:
 
     def _history_places(
         self,
+        number: int,
         history: dict[nn.Parameter, dict[str, Tensor]],
         places: dict[tuple[Kind, str], Tensor],
     ) -> dict[nn.Parameter, dict[str, Tensor]]:
         names = {parameter: name for _, name, parameter in self._named()}
         return {
-            parameter: {key: places["history", f"{names[parameter]}/{key}"] for key in tensors}
+            parameter: {
+                key: places["history", _history_name(names[parameter], number, key)]
+                for key in tensors
+            }
             for parameter, tensors in history.items()
             if parameter in names
         }
@@ -409,12 +413,17 @@ def _table(
             items.append(_item("parameter", index, name, parameter))
             if parameter.requires_grad:
                 items.append(_item("gradient", index, name, parameter))
-            for history in histories:
+            for number, history in enumerate(histories):
                 items += [
-                    _item("history", index, f"{name}/{key}", tensor)
+                    _item("history", index, _history_name(name, number, key), tensor)
                     for key, tensor in history.get(parameter, {}).items()
                 ]
     return make_table(items)
+
+
+def _history_name(name: str, number: int, key: str) -> str:
+    """Return the name of an item of history; several optimizers may update one parameter."""
+    return f"{name}/{number}/{key}"
 
 
 def _item(kind: Kind, unit: int, name: str, tensor: Tensor) -> RegionItem:

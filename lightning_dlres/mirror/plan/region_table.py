@@ -21,8 +21,8 @@ class RegionItem:
     Attributes:
         kind: "parameter", "gradient" or "history".
         unit: Unit of the parameter.
-        name: Name of the parameter in the model; for optimizer history followed by the key of the
-            optimizer's state, such as "head.weight/exp_avg".
+        name: Name of the parameter in the model. For optimizer history, the number of the optimizer
+            and the key of its state follow, such as "head.weight/0/exp_avg".
         dtype: Name of the dtype, such as "float32".
         nbytes: Bytes of its elements.
     """
