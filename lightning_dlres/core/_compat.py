@@ -176,43 +176,6 @@ def dispatch_modes_disabled() -> AbstractContextManager[Any]:
     return _python_dispatch._disable_current_modes()
 
 
-# Torch's descriptor behind the attribute `data` of a tensor; it has no other name.
-_DATA: Any = Tensor.data
-
-
-def data_of(parameter: nn.Parameter) -> Tensor:
-    """Return `parameter.data`; inside `data_reads`, its function is not called for this read."""
-    data: Tensor = _DATA.__get__(parameter)
-    return data
-
-
-@contextmanager
-def data_reads(note: Callable[[nn.Parameter], None]) -> Iterator[None]:
-    """Context manager that calls a function with each parameter whose attribute `data` is read.
-
-    The attribute is an alias without the parameter's version counter. Torch has no way to learn of
-    changes through it. A mode for torch functions would see the reads, too, but modules such as
-    `nn.MultiheadAttention` compute in another way under one.
-    """
-    before = nn.Parameter.__dict__.get("data")
-
-    def read(parameter: nn.Parameter) -> Tensor:
-        if torch.compiler.is_compiling():
-            # The compiler traces this function, and knows no descriptors.
-            return parameter.detach()
-        note(parameter)
-        return data_of(parameter)
-
-    nn.Parameter.data = property(read, _DATA.__set__)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if before is None:
-            del nn.Parameter.data
-        else:
-            nn.Parameter.data = before
-
-
 def version_of(tensor: Tensor) -> int:
     """Return the number of in-place changes of a tensor, through any of its views.
 
@@ -374,28 +337,6 @@ def accumulated_parameter(value: object) -> nn.Parameter:
             f"{type(value).__name__}. Change parameter.grad in place, and return nothing."
         )
     return value
-
-
-@contextmanager
-def parameter_reads(note: Callable[[nn.Parameter], None]) -> Iterator[None]:
-    """Context manager that calls a function with each parameter that is read from its module.
-
-    Modules find their parameters in `__getattr__`, since they are no ordinary attributes. Torch has
-    no public way to learn of such a read.
-    """
-    find: Any = nn.Module.__getattr__
-
-    def read(module: nn.Module, name: str) -> Any:
-        value = find(module, name)
-        if type(value) is nn.Parameter:
-            note(value)
-        return value
-
-    nn.Module.__getattr__ = read  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__getattr__ = find  # type: ignore[method-assign]
 
 
 def graph_is_kept() -> bool:

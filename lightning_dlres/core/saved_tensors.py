@@ -168,7 +168,8 @@ def claiming(claimant: Claimant) -> Iterator[None]:
 
 def claimed(tensor: Tensor) -> Restore | None:
     """Return the function that restores a saved tensor for an engine that claims it; or None."""
-    for claimant in _claimants:
+    # A copy: the step of another thread may end during the walk.
+    for claimant in tuple(_claimants):
         restore = claimant.claim(tensor)
         if restore is not None:
             return restore

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dlres.core._compat import data_reads, parameter_reads, storage_owner_count
+from lightning_dlres.core._compat import storage_owner_count
 from lightning_dlres.core.device.clock import clock_of
 from lightning_dlres.core.device.copiers import StreamCopier
 from lightning_dlres.core.device.gpu import Gpu, gpu_of
@@ -26,6 +26,7 @@ from lightning_dlres.mirror.execute.gpu_gradients import GpuGradientHooks
 from lightning_dlres.mirror.execute.gradients import GradientHooks, MovedGradients, free_alias
 from lightning_dlres.mirror.execute.module_hooks import hook_modules
 from lightning_dlres.mirror.execute.optimizer_history import HistoryInMirror
+from lightning_dlres.mirror.execute.parameter_reads import data_reads, parameter_reads
 from lightning_dlres.mirror.execute.policies import PlannedWindow, ProfiledWindow
 from lightning_dlres.mirror.execute.region import MirrorRegion
 from lightning_dlres.mirror.execute.saved_tensors import ParameterHooks

@@ -18,11 +18,11 @@ from lightning_dlres.core._compat import (
     accumulated_parameter,
     backward_number,
     call_after_backward,
-    data_of,
     has_other_gradient_hooks,
 )
 from lightning_dlres.core.device.copiers import StreamCopier, StreamCopy
 from lightning_dlres.mirror.execute.gradients import free_alias, is_at
+from lightning_dlres.mirror.execute.parameter_reads import data_of
 
 
 class GpuGradientHooks:

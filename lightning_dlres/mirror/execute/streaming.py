@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import (
-    data_of,
     is_in_backward,
     storage_owner_count,
     version_of,
     version_witness,
 )
 from lightning_dlres.core.saved_tensors import Restore, require_unchanged
+from lightning_dlres.mirror.execute.parameter_reads import data_of
 from lightning_dlres.mirror.execute.window import DeviceCopy, Window
 from lightning_dlres.mirror.profile.units import ParameterUnit
 
