@@ -16,7 +16,9 @@ from torch._subclasses import fake_tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 from torch.utils import _python_dispatch
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dlres.core.errors import UnsupportedStepError
 
@@ -337,6 +339,16 @@ def accumulated_parameter(value: object) -> nn.Parameter:
             f"{type(value).__name__}. Change parameter.grad in place, and return nothing."
         )
     return value
+
+
+def register_first_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
+    """Register a hook that runs after an optimizer's steps, before all others.
+
+    Torch has no public way to put a hook before others.
+    """
+    handle = optimizer.register_step_post_hook(hook)
+    cast(Any, optimizer)._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def graph_is_kept() -> bool:

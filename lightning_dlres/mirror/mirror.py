@@ -129,8 +129,6 @@ class Mirror:
                 self._history_places(number, history, places),
                 wants_fused=config.fused,
                 before_step=self._prepare_update,
-                always_prepares=self._on_gpu,
-                is_layerwise=lambda: self._gradients.is_layerwise,
             )
             for number, (optimizer, history) in enumerate(zip(optimizers, histories, strict=True))
         ]

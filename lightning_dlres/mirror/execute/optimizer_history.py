@@ -3,6 +3,9 @@
 An optimizer makes its history in its first step, in new memory. That step is taken unit by unit,
 and each unit's history moves to its place at once. So only one unit's history is outside of the
 mirror at a time. Later steps are the optimizer's own, and work on the mirror in place.
+
+Fused kernels read parameter, gradient and history as flat memory. So all three get the strides of
+the parameter before each step.
 """
 
 from __future__ import annotations
@@ -15,12 +18,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dlres.core._compat import register_first_post_hook
 from lightning_dlres.mirror.profile.history import (
     history_of,
     is_per_parameter,
+    step_without_hooks,
     use_fused_kernels,
 )
 from lightning_dlres.mirror.profile.units import ParameterUnit
+
+# Shape, strides and dtype of a tensor.
+_Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class HistoryInMirror:
@@ -31,11 +39,7 @@ class HistoryInMirror:
         units: Units of the model.
         places: Place of each tensor of the history, by parameter and key of its state.
         wants_fused: True to use the optimizer's fused kernel, if its gradients allow it.
-        is_layerwise: Returns True if layers are updated in backward.
         before_step: Called when the gradients of a step are there, before the optimizer uses them.
-        always_prepares: True calls `before_step` in every step. False leaves it out where the
-            optimizer takes an ordinary step: all parameters have a history, no layer is updated in
-            backward, and the kernel is chosen.
     """
 
     def __init__(
@@ -46,21 +50,20 @@ class HistoryInMirror:
         *,
         wants_fused: bool,
         before_step: Callable[[], None],
-        always_prepares: bool,
-        is_layerwise: Callable[[], bool],
     ) -> None:
         self._optimizer, self._units, self._places = optimizer, units, places
         self._wants_fused, self._prepare = wants_fused, before_step
-        self._always_prepares = always_prepares
-        self._is_layerwise = is_layerwise
         self._handles: list[RemovableHandle] = []
         self._pre_hook: RemovableHandle | None = None
-        # Gradients that the optimizer must not see again in the step that is running.
+        # Gradients that the optimizer must not see in the step that is running.
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        # Form of each parameter to which its state was brought.
+        self._forms: dict[nn.Parameter, _Form] = {}
         self._move(places)
         if is_per_parameter(optimizer):
             self._handles = [
-                optimizer.register_step_post_hook(self._after_step),
+                # Hooks of others then see the gradients again.
+                register_first_post_hook(optimizer, self._after_step),
                 optimizer.register_load_state_dict_post_hook(self._after_load),
             ]
             self.come_last()
@@ -87,14 +90,7 @@ class HistoryInMirror:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Make the gradients of the step, and update parameters without history, unit by unit.
-
-        Steps in which all parameters have a history are the optimizer's own.
-        """
-        has_all = all(parameter in optimizer.state for parameter in self._places)
-        needs_gradients = self._wants_fused or self._is_layerwise() or self._always_prepares
-        if has_all and not needs_gradients:
-            return None
+        """Make the gradients of the step, and update parameters without history, unit by unit."""
         # The first argument is the optimizer itself.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
@@ -104,15 +100,15 @@ class HistoryInMirror:
         self._prepare()
         if self._wants_fused:
             self._wants_fused = False
-            # Fused kernels take no sparse gradients, and only a step shows the kind of gradients.
-            gradients = [p.grad for p in self._places if p.grad is not None]
-            if all(gradient.layout is torch.strided for gradient in gradients):
-                use_fused_kernels(optimizer)
+            use_fused_kernels(optimizer)
+        self._hidden += self._fit_fused_kernels(optimizer.param_groups)
+        if all(p in optimizer.state for p, places in self._places.items() if places):
+            return args, kwargs
         for unit in self._units:
             new = [
                 p
                 for p in unit.parameters
-                if p in self._places and p not in optimizer.state and p.grad is not None
+                if self._places.get(p) and p not in optimizer.state and p.grad is not None
             ]
             self._hidden += [(p, p.grad) for p in new if p.grad is not None]
             self.update(new)
@@ -144,16 +140,62 @@ class HistoryInMirror:
             for group in self._optimizer.param_groups
         ]
         optimizer.param_groups = [group for group in groups if group["params"]]
-        # The function below torch's wrapper, which calls hooks and the profiler.
-        kind.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        self._fit_fused_kernels(optimizer.param_groups)
+        step_without_hooks(optimizer)
 
     def _after_step(self, *args: Any) -> None:
-        for parameter, gradient in self._hidden:
+        # The first gradient that was hidden is the one that other code has seen.
+        for parameter, gradient in reversed(self._hidden):
             parameter.grad = gradient
         self._hidden.clear()
 
     def _after_load(self, *args: Any) -> None:
+        self._forms.clear()
         self._move(self._places)
+
+    def _fit_fused_kernels(
+        self, groups: Sequence[dict[str, Any]]
+    ) -> list[tuple[nn.Parameter, Tensor]]:
+        """Give gradients and states the strides of their parameters, where a fused kernel is used.
+
+        A group goes on with plain kernels if a gradient is sparse, or a state has another shape or
+        dtype than its parameter: fused kernels take no such gradient, and do not check states.
+
+        Returns:
+            Gradients that a copy has replaced, by parameter.
+        """
+        replaced = []
+        for group in groups:
+            for parameter in group["params"] if group.get("fused") else ():
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                form = parameter.shape, parameter.stride(), parameter.dtype
+                if gradient.layout is torch.strided and gradient.stride() != form[1]:
+                    replaced.append((parameter, gradient))
+                    strided = torch.empty_strided(*form[:2], dtype=gradient.dtype)
+                    parameter.grad = strided.copy_(gradient.detach())
+                if gradient.layout is not torch.strided or (
+                    self._forms.get(parameter) != form and not self._fit_state(parameter, form)
+                ):
+                    group["fused"] = None
+                    break
+        return replaced
+
+    def _fit_state(self, parameter: nn.Parameter, form: _Form) -> bool:
+        """Give a parameter's state the strides of the parameter; return False if it cannot be."""
+        state = self._optimizer.state.get(parameter, {})
+        tensors = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
+        if any((t.shape, t.dtype) != (parameter.shape, parameter.dtype) for t in tensors.values()):
+            return False
+        for key, tensor in tensors.items():
+            if tensor.stride() != parameter.stride():
+                place = self._places.get(parameter, {}).get(key)
+                if place is None or (place.shape, place.stride(), place.dtype) != form:
+                    place = torch.empty_strided(*form[:2], dtype=form[2])
+                state[key] = place.copy_(tensor)
+        self._forms[parameter] = form
+        return True
 
     def _move(self, parameters: Any) -> None:
         """Move the history of parameters to its places, and the rest of their states to the host.
