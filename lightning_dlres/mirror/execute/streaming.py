@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import (
+    backward_number,
     is_in_backward,
+    storage_key,
     storage_owner_count,
     version_of,
     version_witness,
@@ -75,8 +77,22 @@ class ParameterStreaming:
         self.unit_of = {p: index for index, unit in enumerate(units) for p in unit.parameters}
         # Calls that use a unit and have not returned.
         self._calls = [0] * len(units)
-        # Units that backward uses, with the number of gradients that are still to come.
+        # The unit that backward has used last, until its gradients are there or another unit is
+        # used. Other gradients of it may never come: layers are frozen, or in no loss.
+        self._in_backward: int | None = None
+        # Number of gradients that are still to come for each unit, in the backward of this number.
         self._gradients_to_come: dict[int, int] = {}
+        self._backward = -1
+        # Units by the storage key of each value in the mirror.
+        self._unit_at = {
+            storage_key(value): index
+            for index, own in enumerate(values)
+            for value in own
+            if value.numel()
+        }
+        # Units with a value in the mirror that autograd has saved, such as that of a detached
+        # weight. Backward may need it after the unit's gradients.
+        self._saved_in_mirror: set[int] = set()
         # Units whose gradients are all there, and those that backward has used after that.
         self._complete: set[int] = set()
         self.late_uses: set[int] = set()
@@ -93,8 +109,10 @@ class ParameterStreaming:
         self.end_calls()
         self._uses.clear()
         self._exposed.clear()
+        self._in_backward = None
         self._gradients_to_come.clear()
         self._complete.clear()
+        self._saved_in_mirror.clear()
         self._window.drop_all()
         for unit in tuple(self._replaced):
             self._take_back(unit)
@@ -114,9 +132,13 @@ class ParameterStreaming:
             self._window.drop_idle()
         if torch.is_grad_enabled():
             self._uses[unit] = self._uses.get(unit, 0) + 1
+        if unit in self._complete and is_in_backward():
+            # A checkpoint runs the call again, with the weights of its first run.
+            self._note_late_use(unit)
         if unit in self._exposed:
             self._window.drop(unit)
-        if unit not in self._gradients_to_come:
+        if unit != self._in_backward:
+            self._end_use_in_backward()
             self.observer.begin(unit)
         copy = self._window.require(unit)
         # From here on `leave` must undo the call.
@@ -138,9 +160,11 @@ class ParameterStreaming:
             self._return_replaced(unit)
             return
         # A method of its own: no local of it may hold a view when the copy is dropped.
-        self._return_to_mirror(unit)
+        is_stale = self._return_to_mirror(unit)
         self._window.let_go(unit)
-        if unit not in self._gradients_to_come:
+        if is_stale:
+            self._window.drop(unit)
+        if unit != self._in_backward:
             self.observer.end(unit)
 
     def open_call(self) -> None:
@@ -185,8 +209,14 @@ class ParameterStreaming:
         for unit in reversed(borrowed):
             self.leave(unit)
 
-    def _return_to_mirror(self, unit: int) -> None:
-        """Let the parameters have their values in the mirror again as their data."""
+    def _return_to_mirror(self, unit: int) -> bool:
+        """Let the parameters have their values in the mirror again as their data.
+
+        Returns:
+            True if the copy has other values: the module has given a parameter other data, which
+            leaves no trace in its version.
+        """
+        is_stale = False
         copy = self._window.require(unit)
         states = zip(
             self._units[unit].parameters,
@@ -197,11 +227,13 @@ class ParameterStreaming:
         )
         for parameter, view, value, version in states:
             data = data_of(parameter)
-            is_changed = version_of(parameter) != version or data.data_ptr() != view.data_ptr()
-            if is_changed or unit in self._exposed:
+            is_replaced = data.data_ptr() != view.data_ptr()
+            if is_replaced or version_of(parameter) != version or unit in self._exposed:
                 # The module has changed its own parameter, or may have.
                 value.copy_(data)
+            is_stale |= is_replaced
             parameter.data = value
+        return is_stale
 
     def expose(self, parameter: nn.Parameter) -> None:
         """Note that code reads `parameter.data`, and may change it without a trace."""
@@ -218,6 +250,9 @@ class ParameterStreaming:
             return None
         unit = self._window.unit_at(tensor)
         if unit is None:
+            in_mirror = self._unit_at.get(storage_key(tensor))
+            if in_mirror is not None:
+                self._saved_in_mirror.add(in_mirror)
             return None
         witness, version = version_witness(tensor), version_of(tensor)
         dtype, shape, stride = tensor.dtype, tensor.shape, tensor.stride()
@@ -241,34 +276,53 @@ class ParameterStreaming:
         if unit is None:
             # The user has put another parameter in the place of one of the mirror's.
             return None
+        if unit in self._complete:
+            self._note_late_use(unit)
+            return None
+        number = backward_number()
+        if number != self._backward:
+            # An earlier backward may have left some out.
+            self._backward = number
+            self._gradients_to_come.clear()
         to_come = self._gradients_to_come.get(unit)
         if to_come is None:
-            return None
+            to_come = sum(p.requires_grad for p in self._units[unit].parameters)
+        self._gradients_to_come[unit] = to_come - 1
         if to_come > 1:
-            self._gradients_to_come[unit] = to_come - 1
             return None
-        del self._gradients_to_come[unit]
-        if not self._calls[unit]:
-            self.observer.end(unit)
+        if unit == self._in_backward:
+            self._end_use_in_backward()
         if self._changes_device and self._uses.get(unit, 0) > 1:
             # Those of other uses may still come.
+            return None
+        if unit in self._saved_in_mirror:
             return None
         self._complete.add(unit)
         return unit
 
     def _use_in_backward(self, unit: int) -> DeviceCopy:
-        """Return the copy of a unit for backward, which uses it until its gradients are there."""
+        """Return the copy of a unit for backward, which uses it now.
+
+        An operation holds what it uses. So a use that ends too early costs another fetch at most.
+        """
         self._may_be_updated = True
         if self._borrowed[0]:
             self.return_borrowed()
-        if unit not in self._gradients_to_come:
-            if unit in self._complete:
-                self._note_late_use(unit)
-            parameters = self._units[unit].parameters
-            self._gradients_to_come[unit] = sum(p.requires_grad for p in parameters)
+        if unit in self._complete:
+            self._note_late_use(unit)
+        if unit != self._in_backward:
+            self._end_use_in_backward()
+            self._in_backward = unit
             if not self._calls[unit]:
                 self.observer.begin(unit)
+        if unit in self._exposed and not self._calls[unit]:
+            self._window.drop(unit)
         return self._window.require(unit)
+
+    def _end_use_in_backward(self) -> None:
+        unit, self._in_backward = self._in_backward, None
+        if unit is not None and not self._calls[unit]:
+            self.observer.end(unit)
 
     def _note_late_use(self, unit: int) -> None:
         """Note that backward uses a unit after its last gradient.
