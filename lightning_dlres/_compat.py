@@ -217,10 +217,13 @@ def has_foreign_gradient_hooks(parameter: nn.Parameter) -> bool:
 def has_replaced_step(optimizer: Optimizer) -> bool:
     """Return True if code outside of torch has replaced an optimizer's `step`.
 
-    Schedulers wrap it. torch has no public way to tell their wrappers from those of others.
+    Schedulers wrap the step that they find. torch has no public way to tell their wrappers from
+    those of others.
     """
     step = vars(optimizer).get("step")
-    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+    if hasattr(step, "_wrapped_by_lr_sched"):
+        return getattr(step, "__wrapped__", None) is not type(optimizer).step
+    return step is not None
 
 
 class EpochLogs:

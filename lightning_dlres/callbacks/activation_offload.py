@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_dlres.callbacks.offloading import MemoryBudget, TrainingSteps
+from lightning_dlres.callbacks.open_step import is_stepping_batch
 
 
 class ActivationOffload(MemoryBudget, Callback):
@@ -47,9 +48,7 @@ class ActivationOffload(MemoryBudget, Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self.training_steps is not None:
-            batches_per_step = trainer.accumulate_grad_batches
-            is_stepping = (batch_idx + 1) % batches_per_step == 0 or trainer.is_last_batch
-            self.training_steps.begin(pl_module, batch, is_stepping)
+            self.training_steps.begin(pl_module, batch, is_stepping_batch(trainer))
 
     @override
     def on_train_batch_end(
@@ -79,8 +78,9 @@ class ActivationOffload(MemoryBudget, Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        # Lightning calls no `teardown` after an exception.
         if self.training_steps is not None:
-            self.training_steps.abandon()
+            self.training_steps.close()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,8 +1,24 @@
-"""Step of a callback that may be left open: an exception or a hook may prevent its end hook."""
+"""Steps of a callback: the batch that ends with an update, and a step that may be left open.
+
+An exception or a hook may prevent the hook at the end of a step.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
+
+from lightning.pytorch import Trainer
+
+
+def is_stepping_batch(trainer: Trainer) -> bool:
+    """Return True if the optimizer steps after the batch that is about to be trained.
+
+    The index that hooks get is that of an earlier batch if `training_step` fetches batches itself,
+    so the loop is asked. If the loader has no length, the last such batch is not known as that.
+    """
+    number = trainer.fit_loop.epoch_loop.batch_idx + 1
+    is_last = trainer.is_last_batch or number == trainer.num_training_batches
+    return is_last or number % trainer.accumulate_grad_batches == 0
 
 
 class OpenStep:

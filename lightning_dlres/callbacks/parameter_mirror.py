@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_dlres._compat import has_foreign_gradient_hooks, has_replaced_step
 from lightning_dlres.callbacks.host_parameters import parameters_on_host
 from lightning_dlres.callbacks.offloading import MemoryBudget
-from lightning_dlres.callbacks.open_step import OpenStep
+from lightning_dlres.callbacks.open_step import OpenStep, is_stepping_batch
 from lightning_dlres.core.device.link_use import LinkUse
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.mirror.config import LAYERWISE, MirrorConfig
@@ -156,9 +156,7 @@ class ParameterMirror(Callback):
         # backward.
         is_free = False
         if self._config.update == LAYERWISE:
-            is_stepping = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-            is_stepping |= trainer.is_last_batch
-            is_free = is_stepping and gradients_are_free(trainer, pl_module)
+            is_free = is_stepping_batch(trainer) and gradients_are_free(trainer, pl_module)
             is_free &= not updates_elsewhere(trainer.strategy)
         self._begin(_TRAINING, is_free=is_free)
 
