@@ -128,7 +128,8 @@ class GpuGradientHooks:
             place is not None
             and gradient.layout is torch.strided
             and not gradient.requires_grad
-            and gradient.dtype == place.dtype
+            # Code may have given the parameter data of another dtype or shape.
+            and (gradient.dtype, gradient.shape) == (place.dtype, place.shape)
             # Code has used the parameter in the mirror, such as in a loop over all parameters.
             and gradient.device.type == self._device.type
         )
@@ -164,7 +165,9 @@ class GpuGradientHooks:
                 # Code may hold the earlier one, and autograd would add to it.
                 _set_gradient(parameter, earlier.copy_(gradient))
                 return
-        is_like_place = place is not None and gradient.layout is place.layout
+        is_like_place = (
+            place is not None and gradient.layout is place.layout and gradient.shape == place.shape
+        )
         if place is not None and is_like_place and not gradient.requires_grad:
             target = _alias(earlier, place) if gradient.dtype == place.dtype else None
             gradient = gradient if target is None else target.copy_(gradient)

@@ -35,7 +35,7 @@ def free_alias(place: Tensor) -> Tensor | None:
 def is_at(gradient: Tensor, place: Tensor) -> bool:
     """Return True if a gradient lies in a place."""
     is_strided = gradient.layout is torch.strided and gradient.device == place.device
-    return is_strided and gradient.data_ptr() == place.data_ptr()
+    return is_strided and gradient.data_ptr() == place.data_ptr() and gradient.shape == place.shape
 
 
 class MovedGradients(Protocol):
@@ -116,7 +116,8 @@ class GradientHooks:
         if gradient is None or place is None or is_at(gradient, place):
             return
         is_plain = gradient.layout is torch.strided and not gradient.requires_grad
-        if not is_plain or gradient.dtype != place.dtype:
+        # Code may have given the parameter data of another dtype or shape.
+        if not is_plain or (gradient.dtype, gradient.shape) != (place.dtype, place.shape):
             return
         # Autograd adds to a gradient that had to stay where it is, too, and code may hold it.
         memory, outside = storage_reference(gradient), self._outside.get(parameter)

@@ -347,7 +347,7 @@ class ParameterStreaming:
         them to put them back.
         """
         pairs = zip(self._units[unit].parameters, self._values[unit], strict=True)
-        if any(data_of(parameter).data_ptr() != value.data_ptr() for parameter, value in pairs):
+        if not all(_is_over(parameter, value) for parameter, value in pairs):
             self._replaced.add(unit)
             self._window.drop(unit)
         else:
@@ -376,11 +376,22 @@ class ParameterStreaming:
     def _take_back(self, unit: int) -> None:
         """Copy a unit's replaced data to the mirror, and stream the unit again.
 
-        A parameter stays as it is if other code has kept its values in the mirror to put them back.
+        A parameter stays as it is if other code has kept its values in the mirror to put them back,
+        or if its data has another dtype or shape, for which the mirror has no place.
         """
         for parameter, value in zip(self._units[unit].parameters, self._values[unit], strict=True):
-            data = data_of(parameter)
-            if data.data_ptr() != value.data_ptr() and storage_owner_count(value) == 1:
-                value.copy_(data)
+            fits = (parameter.dtype, parameter.shape) == (value.dtype, value.shape)
+            if fits and not _is_over(parameter, value) and storage_owner_count(value) == 1:
+                value.copy_(data_of(parameter))
                 parameter.data = value
         self._check_replaced(unit)
+
+
+def _is_over(parameter: nn.Parameter, value: Tensor) -> bool:
+    """Return True if a parameter's data lies over the memory of a value, and in its form."""
+    return (
+        parameter.data_ptr() == value.data_ptr()
+        and parameter.shape == value.shape
+        and parameter.stride() == value.stride()
+        and parameter.dtype == value.dtype
+    )
