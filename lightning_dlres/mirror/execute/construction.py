@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
+from lightning_dlres.core._compat import storage_owner_count
 from lightning_dlres.mirror.execute.region import LEAST_FILE_BYTES, new_tensor
 
 
@@ -22,29 +23,47 @@ from lightning_dlres.mirror.execute.region import LEAST_FILE_BYTES, new_tensor
 def constructing(directory: Path) -> Iterator[None]:
     """Context manager in which new parameters lie in a file, each in its own.
 
+    A parameter whose memory other tensors share moves when they are gone, or not at all.
+
     Args:
         directory: Directory of the files. They have no names, and end with their parameters.
     """
 
-    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    # Parameters whose memory other code still holds. It may write initial values there.
+    held: list[nn.Parameter] = []
+
+    def move(parameter: nn.Parameter | None) -> None:
         is_plain = type(parameter) is nn.Parameter and not is_lazy(parameter)
         if parameter is None or not is_plain or parameter.device.type != "cpu":
             return
         nbytes = parameter.numel() * parameter.element_size()
-        storage = parameter.untyped_storage()
         # A parameter that is registered a second time lies in its file already.
         if (
             nbytes < LEAST_FILE_BYTES
-            or not storage.resizable()
+            or not parameter.untyped_storage().resizable()
             or parameter.layout != torch.strided
         ):
+            return
+        if storage_owner_count(parameter) > 1:
+            held.append(parameter)
             return
         place = new_tensor(parameter.detach(), directory)
         place.copy_(parameter.detach())
         parameter.data = place
 
-    handle = register_module_parameter_registration_hook(move)
+    def move_held() -> None:
+        waiting = held.copy()
+        held.clear()
+        for parameter in waiting:
+            move(parameter)
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        move_held()
+        move(parameter)
+
+    handle = register_module_parameter_registration_hook(registered)
     try:
         yield
     finally:
         handle.remove()
+        move_held()

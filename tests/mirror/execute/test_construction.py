@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -32,3 +33,30 @@ def test_initial_values_are_those_of_plain_construction(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     after = make()
     assert after[0].weight.untyped_storage().resizable()
+
+
+class Filled(nn.Module):
+    """Layers that fill the tensor from which they have made their parameter."""
+
+    def __init__(self, keep: bool) -> None:
+        super().__init__()
+        for name in ("first", "second"):
+            values = torch.zeros(200, 200)
+            self.register_parameter(name, nn.Parameter(values))
+            nn.init.normal_(values)
+        self.values = [values] if keep else []
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_values_may_be_written_through_the_tensor_of_a_parameter(
+    keep: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(5)
+    plain = Filled(keep)
+    torch.manual_seed(5)
+    with constructing(tmp_path):
+        ours = Filled(keep)
+    for expected, own in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(own, expected)
+    in_files = [not parameter.untyped_storage().resizable() for parameter in ours.parameters()]
+    assert in_files == [True, not keep]
