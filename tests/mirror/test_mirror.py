@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import weakref
 from contextlib import nullcontext
 from itertools import pairwise
@@ -280,3 +282,20 @@ def test_a_closed_mirror_leaves_an_ordinary_model() -> None:
             own_optimizer.step()
             own_optimizer.zero_grad()
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_copy_of_the_model_keeps_nothing_of_the_mirror_alive() -> None:
+    model, optimizer = make(3)
+    mirror = Mirror(model, [optimizer], MirrorConfig(), torch.device("cpu"))
+    step(mirror, model, optimizer)
+    copied = copy.deepcopy(model)
+    expected = [parameter.detach().clone() for parameter in copied.parameters()]
+    step(mirror, model, optimizer)
+    copied(torch.ones(4, 32)).square().mean().backward()
+    assert all(map(torch.equal, copied.parameters(), expected))
+    mirror.close()
+    kept = [weakref.ref(model), weakref.ref(mirror)]
+    del model, optimizer, mirror
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
+    assert copied[0].weight.grad is not None

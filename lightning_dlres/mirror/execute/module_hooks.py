@@ -26,7 +26,7 @@ def hook_modules(
     """
 
     def enter(module: nn.Module, args: Any) -> None:
-        # A copy of the model has these hooks, but its modules own other parameters.
+        # A shallow copy of a module has these hooks, too, but the call is not one of the model's.
         if module in needed:
             streaming.open_call()
             for unit in needed[module]:
@@ -47,7 +47,9 @@ def hook_modules(
 
 
 class _Hook:
-    """Hook that copies of a model share, and that a pickled model leaves behind.
+    """Hook that copies of a model and pickled models leave behind.
+
+    Their modules own other parameters, and would keep the model and its mirror alive.
 
     Args:
         function: Function to call.
@@ -61,7 +63,7 @@ class _Hook:
         self._function(*args)
 
     def __deepcopy__(self, memo: Any) -> _Hook:
-        return self
+        return _Hook(_do_nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (_do_nothing,)
