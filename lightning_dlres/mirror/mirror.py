@@ -27,13 +27,12 @@ from lightning_dlres.mirror.execute.gradients import GradientHooks, MovedGradien
 from lightning_dlres.mirror.execute.module_hooks import hook_modules
 from lightning_dlres.mirror.execute.optimizer_history import HistoryInMirror
 from lightning_dlres.mirror.execute.parameter_reads import data_reads, parameter_reads
+from lightning_dlres.mirror.execute.places import MirrorPlaces
 from lightning_dlres.mirror.execute.policies import PlannedWindow, ProfiledWindow
-from lightning_dlres.mirror.execute.region import MirrorRegion
 from lightning_dlres.mirror.execute.saved_tensors import ParameterHooks
 from lightning_dlres.mirror.execute.streaming import ParameterStreaming
 from lightning_dlres.mirror.execute.update_thread import UpdateThread
 from lightning_dlres.mirror.execute.window import Window
-from lightning_dlres.mirror.plan.region_table import Kind, RegionItem, RegionTable, make_table
 from lightning_dlres.mirror.plan.window_plan import WindowPlan, choose_window, plan_window
 from lightning_dlres.mirror.profile.history import (
     is_per_parameter,
@@ -41,7 +40,7 @@ from lightning_dlres.mirror.profile.history import (
     refuse_wrong_kernels,
 )
 from lightning_dlres.mirror.profile.step_profile import FetchCost, MirrorProfile
-from lightning_dlres.mirror.profile.units import ParameterUnit, find_units, units_by_module
+from lightning_dlres.mirror.profile.units import find_units, units_by_module
 
 # Speed of copies if none was measured, in bytes per second.
 _UNMEASURED_SPEED = 1e9
@@ -50,8 +49,8 @@ _UNMEASURED_SPEED = 1e9
 class Mirror:
     """Mirror of one model.
 
-    All parameters, gradients and optimizer histories move to one region of host memory. The
-    parameters of a layer are on the device only around its use.
+    All parameters, gradients and optimizer histories move to host memory, to one region for each
+    kind. The parameters of a layer are on the device only around its use.
 
     Args:
         model: The model.
@@ -59,10 +58,11 @@ class Mirror:
         config: Options.
         device: Device that computes.
         gpu: GPU of the device; None: torch's GPU, if the device is one.
+        has_gradients: False leaves out the places of gradients, for evaluation.
 
     Attributes:
         units: Units of the model.
-        table: Table of the region.
+        table: Table of the regions.
         aliased: Names of the parameters whose former memory other tensors use, too. Those tensors
             do not see updates any more.
         window: Copies on the device.
@@ -83,6 +83,8 @@ class Mirror:
         config: MirrorConfig,
         device: torch.device,
         gpu: Gpu | None = None,
+        *,
+        has_gradients: bool = True,
     ) -> None:
         for optimizer in optimizers:
             refuse_wrong_kernels(optimizer)
@@ -90,18 +92,22 @@ class Mirror:
         gpu = gpu_of(device) if gpu is None else gpu
         self.units = find_units(model)
         histories = [planned_history(optimizer) for optimizer in optimizers]
-        self.table = _table(self.units, histories)
         directory = config.directory()
-        is_pinned = gpu is not None and directory is None
-        self._region = MirrorRegion(self.table.nbytes, directory, pinned=is_pinned)
-        places = self._places(histories)
+        places = MirrorPlaces(
+            self.units,
+            histories,
+            directory=directory,
+            pinned=gpu is not None and directory is None,
+            has_gradients=has_gradients,
+        )
+        self.table = places.table
         self.aliased: list[str] = []
-        values = self._move_parameters(places)
+        self._move_parameters(places)
         copier = None if gpu is None else StreamCopier(gpu, timed=True)
         fetcher: Fetcher = ThreadFetcher() if copier is None else StreamFetcher(copier)
         self.window = Window(
             self.units,
-            self._unit_memories(places),
+            places.unit_memories,
             fetcher,
             device,
             limit=config.limit(),
@@ -111,14 +117,11 @@ class Mirror:
         self._policy: ProfiledWindow | PlannedWindow = ProfiledWindow(self.window)
         self._on_gpu = gpu is not None
         self._streaming = ParameterStreaming(
-            self.units, values, self.window, self._policy, changes_device=self._on_gpu
+            self.units, places.values, self.window, self._policy, changes_device=self._on_gpu
         )
         needed = units_by_module(model, self.units)
         self._handles = hook_modules(needed, self._streaming)
-        self._gradients = self._gradient_hooks(
-            {p: places["gradient", n] for _, n, p in self._named() if ("gradient", n) in places},
-            copier,
-        )
+        self._gradients = self._gradient_hooks(places.gradients, copier)
         # Before the hooks of others, which then see the gradients in their places.
         self._gradients.attach(model.parameters())
         self._updates = UpdateThread(self._update)
@@ -126,11 +129,11 @@ class Mirror:
             HistoryInMirror(
                 optimizer,
                 self.units,
-                self._history_places(number, history, places),
+                history,
                 wants_fused=config.fused,
                 before_step=self._prepare_update,
             )
-            for number, (optimizer, history) in enumerate(zip(optimizers, histories, strict=True))
+            for optimizer, history in zip(optimizers, places.histories, strict=True)
         ]
         self._saved_tensors = ParameterHooks()
         # Plans by the key of a step, and the number of steps that were measured.
@@ -208,7 +211,10 @@ class Mirror:
         )
 
     def close(self) -> None:
-        """Remove all hooks. Parameters, gradients and history stay in the mirror."""
+        """Remove all hooks. Parameters, gradients and history stay in the mirror.
+
+        The memory of gradients and history ends with the last of these tensors.
+        """
         if not self.is_open:
             return
         self.is_open = False
@@ -218,6 +224,8 @@ class Mirror:
         self._gradients.close()
         for history in self._histories:
             history.close()
+        # They keep the memory of their history, and the report of a closed mirror may be kept.
+        self._histories, self._optimizers = [], ()
         self.window.close()
         self._updates.close()
 
@@ -246,7 +254,7 @@ class Mirror:
         )
 
     def report(self) -> str:
-        """Return the summary, and the tables of the region and of the plan, as Markdown."""
+        """Return the summary, and the tables of the regions and of the plan, as Markdown."""
         tables = [self.table.table()]
         if self.plan is not None:
             tables.append(self.plan.table())
@@ -322,67 +330,23 @@ class Mirror:
         """Return the limit under which a plan is followed."""
         return plan.peak_bytes if self._config.window == AUTO else self._config.limit()
 
-    def _named(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        for index, unit in enumerate(self.units):
-            for name, parameter in zip(unit.names, unit.parameters, strict=True):
-                yield index, name, parameter
-
-    def _places(
-        self, histories: Sequence[dict[nn.Parameter, dict[str, Tensor]]]
-    ) -> dict[tuple[Kind, str], Tensor]:
-        """Return the tensors in the region, by kind and name."""
-        like: dict[tuple[Kind, str], Tensor] = {}
-        for _, name, parameter in self._named():
-            like["parameter", name] = like["gradient", name] = parameter.detach()
-            for number, history in enumerate(histories):
-                for key, tensor in history.get(parameter, {}).items():
-                    like["history", _history_name(name, number, key)] = tensor
-        return {
-            (item.kind, item.name): self._region.tensor(offset, like[item.kind, item.name])
-            for item, offset in zip(self.table.items, self.table.offsets, strict=True)
-        }
-
-    def _move_parameters(self, places: dict[tuple[Kind, str], Tensor]) -> list[list[Tensor]]:
-        """Move the parameters, and gradients that exist, to their places; return the values."""
-        values: list[list[Tensor]] = [[] for _ in self.units]
-        for index, name, parameter in self._named():
-            # No variable may hold the storage while its owners are counted.
-            may_be_shared = parameter.untyped_storage().resizable()
-            if may_be_shared and storage_owner_count(parameter) > 1:
-                self.aliased.append(name)
-            value = places["parameter", name]
-            value.copy_(parameter.detach())
-            gradient, place = parameter.grad, places.get(("gradient", name))
-            parameter.grad = None
-            parameter.data = value
-            if gradient is not None and place is not None and gradient.dtype == place.dtype:
-                alias = free_alias(place)
-                assert alias is not None, "nothing has used the place before"
-                gradient = alias.copy_(gradient)
-            parameter.grad = gradient
-            values[index].append(value)
-        return values
-
-    def _unit_memories(self, places: dict[tuple[Kind, str], Tensor]) -> list[Tensor]:
-        """Return the parameters of each unit in the region, uint8[nbytes] each."""
-        offsets = {item.name: offset for item, offset in self.table.places("parameter")}
-        return [self._region.bytes_at(offsets[unit.names[0]], unit.nbytes) for unit in self.units]
-
-    def _history_places(
-        self,
-        number: int,
-        history: dict[nn.Parameter, dict[str, Tensor]],
-        places: dict[tuple[Kind, str], Tensor],
-    ) -> dict[nn.Parameter, dict[str, Tensor]]:
-        names = {parameter: name for _, name, parameter in self._named()}
-        return {
-            parameter: {
-                key: places["history", _history_name(names[parameter], number, key)]
-                for key in tensors
-            }
-            for parameter, tensors in history.items()
-            if parameter in names
-        }
+    def _move_parameters(self, places: MirrorPlaces) -> None:
+        """Move the parameters, and gradients that exist, to their places."""
+        for unit, values in zip(self.units, places.values, strict=True):
+            for name, parameter, value in zip(unit.names, unit.parameters, values, strict=True):
+                # No variable may hold the storage while its owners are counted.
+                may_be_shared = parameter.untyped_storage().resizable()
+                if may_be_shared and storage_owner_count(parameter) > 1:
+                    self.aliased.append(name)
+                value.copy_(parameter.detach())
+                gradient, place = parameter.grad, places.gradients.get(parameter)
+                parameter.grad = None
+                parameter.data = value
+                if gradient is not None and place is not None and gradient.dtype == place.dtype:
+                    alias = free_alias(place)
+                    assert alias is not None, "nothing has used the place before"
+                    gradient = alias.copy_(gradient)
+                parameter.grad = gradient
 
 
 def fetch_cost(times: Sequence[tuple[int, float]]) -> FetchCost:
@@ -400,36 +364,3 @@ def fetch_cost(times: Sequence[tuple[int, float]]) -> FetchCost:
         if slope > 0 and fixed >= 0:
             return FetchCost(fixed_seconds=float(fixed), bytes_per_second=float(1 / slope))
     return FetchCost(fixed_seconds=0.0, bytes_per_second=float(sizes.sum() / seconds.sum()))
-
-
-def _table(
-    units: Sequence[ParameterUnit],
-    histories: Sequence[dict[nn.Parameter, dict[str, Tensor]]],
-) -> RegionTable:
-    items = []
-    for index, unit in enumerate(units):
-        for name, parameter in zip(unit.names, unit.parameters, strict=True):
-            items.append(_item("parameter", index, name, parameter))
-            if parameter.requires_grad:
-                items.append(_item("gradient", index, name, parameter))
-            for number, history in enumerate(histories):
-                items += [
-                    _item("history", index, _history_name(name, number, key), tensor)
-                    for key, tensor in history.get(parameter, {}).items()
-                ]
-    return make_table(items)
-
-
-def _history_name(name: str, number: int, key: str) -> str:
-    """Return the name of an item of history; several optimizers may update one parameter."""
-    return f"{name}/{number}/{key}"
-
-
-def _item(kind: Kind, unit: int, name: str, tensor: Tensor) -> RegionItem:
-    return RegionItem(
-        kind=kind,
-        unit=unit,
-        name=name,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        nbytes=tensor.numel() * tensor.element_size(),
-    )

@@ -178,7 +178,7 @@ def test_a_weight_that_backward_needs_later_is_not_updated_before(
 def test_a_detached_weight_keeps_only_its_own_layer_for_the_update_after_backward() -> None:
     *_, mirror = train(StoppedGradient, MirrorConfig(update="layerwise"))
     assert mirror is not None
-    assert mirror.may_be_layerwise
+    assert not mirror._streaming.late_uses
 
 
 class NoisyWeights(nn.Module):

@@ -101,6 +101,8 @@ class GpuGradientHooks:
             for handle in handles:
                 handle.remove()
         self._handles.clear()
+        # Only gradients that exist keep their memory from here on.
+        self._places = {}
 
     def _hide(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Hide a parameter's earlier gradient before autograd adds the new one."""

@@ -101,6 +101,8 @@ class GradientHooks:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        # Only gradients that exist keep their memory from here on.
+        self._places = {}
 
     def _receive(self, hooked: Tensor) -> None:
         parameter = accumulated_parameter(hooked)
