@@ -9,7 +9,12 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -291,10 +296,16 @@ def gradients_are_free(trainer: Trainer, pl_module: LightningModule) -> bool:
         pl_module.automatic_optimization
         and not hooked
         and not trainer.gradient_clip_val
-        # Others may scale the loss, or replace the optimizer's step.
-        and type(trainer.precision_plugin) in (Precision, DoublePrecision)
+        and _leaves_gradients_alone(trainer.precision_plugin)
         and len(trainer.optimizers) == 1
     )
+
+
+def _leaves_gradients_alone(precision: Precision) -> bool:
+    """Return True if a precision neither scales the loss nor replaces the optimizer's step."""
+    if type(precision) is MixedPrecision:
+        return precision.scaler is None
+    return type(precision) in (Precision, DoublePrecision, HalfPrecision)
 
 
 def _keep_scale_on_host(trainer: Trainer) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -69,6 +70,13 @@ class Scheduled(Small):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
+class Unfused(Small):
+    """Plain kernels update the parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9, foreach=False)
+
+
 def train(make: type[Small], batches: int, **options: Any) -> tuple[list[float], list[bool]]:
     """Return losses, and True for each step that updated layers amid backward."""
     seed_everything(3, verbose=False)
@@ -103,3 +111,23 @@ def test_a_replaced_step_is_noticed_below_the_wrapper_of_a_schedule(make: type[S
     ours, kinds = train(make, 5, callbacks=[ParameterMirror()])
     assert ours == plain
     assert any(kinds) == (make is Scheduled)
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_layerwise"),
+    [("64-true", True), ("bf16-true", True), ("bf16-mixed", True), ("loss scaler", False)],
+)
+def test_all_precisions_without_a_loss_scaler_update_layers(
+    precision: str, is_layerwise: bool
+) -> None:
+    def options() -> dict[str, Any]:
+        if precision != "loss scaler":
+            return {"precision": precision}
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        return {"plugins": MixedPrecision("16-mixed", "cpu", scaler=scaler)}
+
+    # The fused kernel of SGD is wrong for bfloat16 in some versions of torch.
+    plain, _ = train(Unfused, 5, **options())
+    ours, kinds = train(Unfused, 5, callbacks=[ParameterMirror()], **options())
+    assert ours == plain
+    assert any(kinds) == is_layerwise
