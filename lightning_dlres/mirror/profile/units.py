@@ -64,7 +64,7 @@ def find_units(model: nn.Module) -> list[ParameterUnit]:
     Raises:
         ConfigError: If a parameter has no memory that can be moved.
     """
-    units, seen, storages = [], set(), dict[int, str]()
+    units, seen, storages = [], set(), dict[int, tuple[str, nn.Parameter]]()
     for module_name, module in model.named_modules():
         own = []
         for name, parameter in module.named_parameters(module_name, recurse=False):
@@ -112,13 +112,15 @@ def _unit(name: str, own: Sequence[tuple[str, nn.Parameter]]) -> ParameterUnit:
     )
 
 
-def _require_movable(name: str, parameter: nn.Parameter, storages: dict[int, str]) -> None:
+def _require_movable(
+    name: str, parameter: nn.Parameter, storages: dict[int, tuple[str, nn.Parameter]]
+) -> None:
     """Raise unless a parameter is a dense tensor with memory of its own.
 
     Args:
         name: Name of the parameter.
         parameter: The parameter.
-        storages: Names of the parameters so far by storage; this one is added.
+        storages: Names of the parameters so far, and the parameters, by storage; this one is added.
     """
     rule = "the parameters must be dense tensors with memory of their own"
     if is_lazy(parameter) or parameter.is_meta:
@@ -138,12 +140,14 @@ def _require_movable(name: str, parameter: nn.Parameter, storages: dict[int, str
             "from a contiguous tensor."
         )
     if parameter.numel():
-        other = storages.setdefault(storage_key(parameter), name)
-        if other != name:
-            raise ConfigError(
-                f"{rule}, got {name!r} and {other!r} in the same memory. Register one Parameter in "
-                "both places to tie them."
-            )
+        other, former = storages.setdefault(storage_key(parameter), (name, parameter))
+        if former is not parameter:
+            state = "in parts of one tensor"
+            fix = "Give each a copy: parameter.data = parameter.data.clone()."
+            if parameter.data_ptr() == former.data_ptr():
+                state = "in the same memory"
+                fix = "Register one Parameter in both places to tie them."
+            raise ConfigError(f"{rule}, got {name!r} and {other!r} {state}. {fix}")
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -51,6 +51,14 @@ def shared_memory() -> nn.Module:
     return model
 
 
+def parts_of_a_vector() -> nn.Module:
+    model = nn.Linear(4, 4)
+    nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(model.parameters()), [*model.parameters()]
+    )
+    return model
+
+
 def overlapping() -> nn.Module:
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(1, 3).expand(4, 3))
@@ -62,10 +70,11 @@ def overlapping() -> nn.Module:
     [
         (nn.LazyLinear(3), "without memory"),
         (nn.Linear(2, 2, device="meta"), "without memory"),
-        (shared_memory(), "in the same memory"),
+        (shared_memory(), "in the same memory. Register one Parameter"),
+        (parts_of_a_vector(), "in parts of one tensor. Give each a copy"),
         (overlapping(), "with strides"),
     ],
-    ids=["lazy", "meta", "shared", "overlapping"],
+    ids=["lazy", "meta", "shared", "parts", "overlapping"],
 )
 def test_parameters_that_cannot_move_are_refused(model: nn.Module, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
