@@ -72,7 +72,8 @@ class ParameterMirror(Callback):
         update: "after_backward" lets the optimizer update all layers after backward, as plain
             training does. "layerwise" updates each layer amid backward, as soon as its gradients
             are complete, in steps without clipping, loss scaler and hooks between backward and the
-            update. No other code may then read gradients, or the weights of a layer that backward
+            update. Layers with weights that are used outside of their module's call wait for the
+            end of backward. No other code may then read gradients, or the weights of a layer that backward
             has left.
         profile_steps: Steps that are measured before a plan is made.
         fused: Let `SGD`, `Adam`, `AdamW` and `Adagrad` of torch use their fused kernels, where you

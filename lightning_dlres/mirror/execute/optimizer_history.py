@@ -91,6 +91,8 @@ class HistoryInMirror:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Make the gradients of the step, and update parameters without history, unit by unit."""
+        # A step that failed has left these.
+        self._hidden.clear()
         # The first argument is the optimizer itself.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:

@@ -284,11 +284,11 @@ class ParameterStreaming:
             # An earlier backward may have left some out.
             self._backward = number
             self._gradients_to_come.clear()
-        to_come = self._gradients_to_come.get(unit)
+        to_come = self._gradients_to_come.pop(unit, None)
         if to_come is None:
             to_come = sum(p.requires_grad for p in self._units[unit].parameters)
-        self._gradients_to_come[unit] = to_come - 1
         if to_come > 1:
+            self._gradients_to_come[unit] = to_come - 1
             return None
         if unit == self._in_backward:
             self._end_use_in_backward()
