@@ -73,8 +73,8 @@ class ParameterMirror(Callback):
             training does. "layerwise" updates each layer amid backward, as soon as its gradients
             are complete, in steps without clipping, loss scaler and hooks between backward and the
             update. Layers with weights that are used outside of their module's call wait for the
-            end of backward. No other code may then read gradients, or the weights of a layer that backward
-            has left.
+            end of backward. No other code may then read gradients, or the weights of a layer that
+            backward has left.
         profile_steps: Steps that are measured before a plan is made.
         fused: Let `SGD`, `Adam`, `AdamW` and `Adagrad` of torch use their fused kernels, where you
             have chosen neither `fused` nor `foreach`.
