@@ -40,7 +40,7 @@ NAME = "parameter_server"
 HOSTS, SLOW_MBIT, FAST_MBIT = 4, 200, 1000
 SERVERS = (1, 2, 4)
 # Bytes of a key. The other sizes are measured only with the largest number of servers.
-KEY_BYTES, OTHER_KEY_BYTES = 1 << 20, (256 << 10, 512 << 10)
+KEY_BYTES, OTHER_KEY_BYTES = 512 << 10, (256 << 10, 1 << 20)
 GRADIENT_BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
 # Sizes of the all-reduce's buckets in MB; the last one is one bucket.
 _BUCKETS_MB = (1, 4, 25, 1000)

@@ -55,7 +55,7 @@ class ParameterServerConfig:
         self.made_codec()
         if self.key_size() < _LEAST_KEY_BYTES:
             rule = "at least 64 KiB"
-            raise ConfigError(got_expected("key_bytes", self.key_bytes, rule, "key_bytes='1MiB'"))
+            raise ConfigError(got_expected("key_bytes", self.key_bytes, rule, "key_bytes='512KiB'"))
         self.log_size()
         if not self.deadline_seconds() > 0:
             got, rule = self.worker_deadline, "a time above 0"

@@ -123,7 +123,7 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         embedded_servers: int = 1,
         codec: str | None = None,
         codec_options: dict[str, Any] | None = None,
-        key_bytes: int | str = "1MiB",
+        key_bytes: int | str = "512KiB",
         overlap: bool = True,
         worker_deadline: float | str = "1min",
         log_bytes: int | str = "256MiB",

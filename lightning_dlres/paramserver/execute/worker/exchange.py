@@ -17,6 +17,7 @@ import torch
 from lightning_dlres.core.errors import PeerError
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
+from lightning_dlres.paramserver.execute.worker.push_lead import PushLead
 from lightning_dlres.paramserver.execute.worker.push_log import PushLog
 from lightning_dlres.paramserver.plan.keys import Key
 
@@ -104,6 +105,7 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
+        self.lead = PushLead(1 + max((one.key.server for one in self.keys), default=0))
 
     def expect(self, key: int, number: int, *, is_queued: bool) -> None:
         """Await a value of a number; `is_queued` says that its push is still to be sent."""

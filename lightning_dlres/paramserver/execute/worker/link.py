@@ -7,7 +7,6 @@ for, or asks for pushes that it lacks.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import threading
@@ -27,7 +26,7 @@ from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExc
 from lightning_dlres.paramserver.execute.worker.merge_listener import MergeListener
 from lightning_dlres.paramserver.execute.worker.pending_request import PendingRequest, backoff
 from lightning_dlres.paramserver.execute.worker.push_log import NOT_COMMITTED, LogEntry
-from lightning_dlres.paramserver.execute.worker.push_window import PushWindow
+from lightning_dlres.paramserver.execute.worker.push_window import PushQueue, PushWindow
 
 # Requests without an answer at a time.
 _MAX_REQUESTS = 8
@@ -92,15 +91,14 @@ class ServerLink:
             address, f"server {index}", exchange, self._client, curve=curve, server_key=server_key
         )
         self._keys = [one for one in exchange.keys if one.key.server == index]
-        # Heap of (order, key, number) of the pushes to be sent. The order is that in which backward
-        # has made them. All workers have the same order, so keys are merged one after the other,
-        # and values go out while pushes come in. The order of first use in forward would differ
-        # between workers: each could only choose among the gradients that it has by then.
-        self._pushes: list[tuple[int, int, int]] = []
-        self._window = PushWindow(is_synchronous=exchange.is_synchronous)
+        self._pushes = PushQueue()
+        self._window = PushWindow(
+            is_synchronous=exchange.is_synchronous,
+            lead=exchange.lead,
+            server=index,
+            wake=self._client.interrupt,
+        )
         self._wait = SendingWait()
-        # Entries of `_pushes`, by key and number.
-        self._queued: dict[tuple[int, int], LogEntry] = {}
         self._requests: dict[int, PendingRequest] = {}
         self._posts: deque[tuple[str, bytes, bytes]] = deque()
         self._sequences = itertools.count(_FIRST_SEQUENCE)
@@ -115,10 +113,7 @@ class ServerLink:
 
     def push(self, entry: LogEntry) -> None:
         """Send a push; the caller holds the exchange's lock."""
-        if (entry.key, entry.number) not in self._queued:
-            heapq.heappush(self._pushes, (entry.order, entry.key, entry.number))
-        # The entry may replace that of a predecessor, which the log has freed.
-        self._queued[entry.key, entry.number] = entry
+        self._pushes.add(entry)
         self._client.interrupt()
 
     def request(self, kind: str, details: msgspec.Struct, payload: Buffer = b"") -> PendingRequest:
@@ -174,7 +169,8 @@ class ServerLink:
                 self._client.send(kind, payload, details=details)
             idle = min(_IDLE_SECONDS, self._retry_seconds / 4)
             if self._pushes:
-                idle = min(idle, self._window.wait(time.monotonic()) or self._wait.seconds)
+                wait = self._window.wait(time.monotonic(), self._pushes.first.position)
+                idle = min(idle, wait or self._wait.seconds)
         message = self._client.receive(idle)
         with self._exchange.lock:
             now = time.monotonic()
@@ -213,12 +209,12 @@ class ServerLink:
 
     def _send_pushes(self) -> None:
         has_moved = self._window.collect()
-        while self._pushes and not self._window.is_full(time.monotonic()) and self._may_send():
-            has_moved = True
-            _, key, number = heapq.heappop(self._pushes)
-            entry = self._queued.pop((key, number))
-            key_exchange, now = self._exchange.keys[key], time.monotonic()
-            is_awaited = key_exchange.expected == number
+        while self._pushes and self._may_send():
+            if self._window.is_full(time.monotonic(), self._pushes.first.position):
+                break
+            has_moved, entry = True, self._pushes.pop()
+            key_exchange, now = self._exchange.keys[entry.key], time.monotonic()
+            is_awaited = key_exchange.expected == entry.number
             if is_awaited:
                 key_exchange.is_queued, key_exchange.touched = False, now
             if entry.is_durable:
@@ -232,7 +228,9 @@ class ServerLink:
             entry.trackers = [one for one in entry.trackers if not one.done]
             entry.trackers.append(tracker)
             nbytes = len(entry.payload)
-            self._window.sent(key, nbytes, tracker, now, is_awaited=is_awaited)
+            self._window.sent(
+                entry.key, nbytes, tracker, now, position=entry.position, is_awaited=is_awaited
+            )
             self._exchange.pushed_bytes += nbytes
         self._wait.note(has_moved=has_moved)
 

@@ -54,7 +54,8 @@ class LogEntry:
         details: Details of its message.
         payload: Its payload, in the ring.
         scale: Factor of its commit; `NOT_COMMITTED` before the commit.
-        order: Position among all entries.
+        order: Number of the entry among all entries.
+        position: Bytes of the payloads of all entries before it.
         offset: First byte in the ring.
         nbytes: Bytes in the ring.
         trackers: ZeroMQ's uses of the payload.
@@ -73,6 +74,7 @@ class LogEntry:
     trackers: list[zmq.MessageTracker] = field(default_factory=list)
     is_durable: bool = False
     replaced: LogEntry | None = None
+    position: int = 0
     _checksum: int | None = None
 
     def payload_checksum(self) -> int:
@@ -115,7 +117,7 @@ class PushLog:
         self._view = memoryview(self._memory)
         self._entries: deque[LogEntry] = deque()
         self._by_key: dict[int, dict[int, LogEntry]] = {}
-        self._next_order, self._end = 0, 0
+        self._next_order, self._end, self._payload_bytes = 0, 0, 0
 
     @property
     def capacity(self) -> int:
@@ -269,6 +271,8 @@ class PushLog:
             entry.replaced = of_key[entry.number]
         of_key[entry.number] = entry
         self._entries.append(entry)
+        entry.position = self._payload_bytes
+        self._payload_bytes += len(entry.payload)
 
     def _recover(self) -> None:
         """Read the entries of the predecessor; bytes that are no whole entry are skipped."""

@@ -8,14 +8,19 @@ the longest interval of late, it sends the rest.
 
 Values wait for the link that the server sends them over. On a slow one they come long after the
 pushes that they answer. The server's notices of merged keys come earlier, and a worker that counts
-these as answers sends fewer keys ahead.
+these as answers sends fewer keys ahead, also of those to other servers (see `PushLead`).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
+from collections.abc import Callable
 
 import zmq
+
+from lightning_dlres.paramserver.execute.worker.push_lead import PushLead
+from lightning_dlres.paramserver.execute.worker.push_log import LogEntry
 
 # Bytes of pushes that ZeroMQ holds at a time. With more, workers that push at different times would
 # send their keys in different orders.
@@ -25,7 +30,7 @@ _IN_FLIGHT_BYTES = 2 << 20
 _UNANSWERED_BYTES, _BYTES_PER_SECOND = 4 << 20, 500e6
 # The same while values come this many seconds after their notices: fewer bytes, and further ones
 # for the pushes of so many seconds at the rate of late.
-_LEAST_DELAY, _UNMERGED_BYTES, _UNMERGED_SECONDS = 0.05, 512 << 10, 0.04
+_LEAST_DELAY, _UNMERGED_BYTES, _UNMERGED_SECONDS = 0.05, 1.25 * (1 << 20), 0.04
 # Bounds of the wait for an answer in seconds, and its length in longest intervals of two answers.
 _LEAST_WAIT, _LONGEST_WAIT, _INTERVALS = 0.02, 0.25, 2
 # Part of the longest interval that is kept with each answer, so that an old one is forgotten.
@@ -34,16 +39,54 @@ _KEPT = 0.95
 _RECENT = 0.9
 
 
+class PushQueue:
+    """Pushes to one server that are still to be sent, in the order in which backward made them.
+
+    All workers have the same order, so keys are merged one after the other, and values go out while
+    pushes come in. The order of first use in forward would differ between workers: each could only
+    choose among the gradients that it has by then.
+    """
+
+    def __init__(self) -> None:
+        # Heap of (order, key, number), and the entries by key and number.
+        self._places: list[tuple[int, int, int]] = []
+        self._entries: dict[tuple[int, int], LogEntry] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def add(self, entry: LogEntry) -> None:
+        """Add an entry, which may replace that of a predecessor."""
+        if (entry.key, entry.number) not in self._entries:
+            heapq.heappush(self._places, (entry.order, entry.key, entry.number))
+        self._entries[entry.key, entry.number] = entry
+
+    @property
+    def first(self) -> LogEntry:
+        """The next entry to be sent."""
+        return self._entries[self._places[0][1:]]
+
+    def pop(self) -> LogEntry:
+        """Remove and return the next entry to be sent."""
+        return self._entries.pop(heapq.heappop(self._places)[1:])
+
+
 class PushWindow:
     """Window of pushes to one server.
 
     Args:
         is_synchronous: True if answers need the pushes of all workers. Otherwise ZeroMQ's memory is
             the only bound.
+        lead: Pushes to all servers.
+        server: Index of the server.
+        wake: Ends the wait of the thread that sends these pushes.
     """
 
-    def __init__(self, *, is_synchronous: bool) -> None:
+    def __init__(
+        self, *, is_synchronous: bool, lead: PushLead, server: int, wake: Callable[[], None]
+    ) -> None:
         self._is_synchronous = is_synchronous
+        self._lead, self._server, self._wake = lead, server, wake
         self._in_flight: deque[tuple[zmq.MessageTracker, int]] = deque()
         self._in_flight_bytes = 0
         # By key: bytes of pushes without an answer.
@@ -73,9 +116,16 @@ class PushWindow:
         return has_moved
 
     def sent(
-        self, key: int, nbytes: int, tracker: zmq.MessageTracker, now: float, *, is_awaited: bool
+        self,
+        key: int,
+        nbytes: int,
+        tracker: zmq.MessageTracker,
+        now: float,
+        *,
+        position: int,
+        is_awaited: bool,
     ) -> None:
-        """Note a push; `is_awaited` says that an answer will come."""
+        """Note a push at a position in bytes; `is_awaited` says that an answer will come."""
         self._in_flight.append((tracker, nbytes))
         self._in_flight_bytes += nbytes
         if not (is_awaited and self._is_synchronous):
@@ -84,6 +134,7 @@ class PushWindow:
             self._last = now
         self._unanswered_bytes += nbytes - self._unanswered.get(key, 0)
         self._unanswered[key] = nbytes
+        self._lead.sent(self._server, key, position)
 
     def answered(self, key: int, now: float) -> None:
         """Note that a key's value has arrived, or that it was merged."""
@@ -99,6 +150,7 @@ class PushWindow:
 
     def _take_answer(self, key: int, now: float) -> None:
         nbytes = self._unanswered.pop(key, 0)
+        self._lead.answered(self._server, key, now)
         if nbytes:
             self._recent_bytes = _RECENT * self._recent_bytes + nbytes
             self._recent_seconds = _RECENT * self._recent_seconds + now - self._last
@@ -107,17 +159,22 @@ class PushWindow:
             self._interval = max(_KEPT * self._interval, min(now - self._last, _LONGEST_WAIT))
             self._last = now
 
-    def is_full(self, now: float) -> bool:
-        """Return True if no push may be sent now."""
-        return self._in_flight_bytes >= _IN_FLIGHT_BYTES or self.wait(now) > 0
+    def is_full(self, now: float, position: int) -> bool:
+        """Return True if no push at a position may be sent now."""
+        return self._in_flight_bytes >= _IN_FLIGHT_BYTES or self.wait(now, position) > 0
 
-    def wait(self, now: float) -> float:
-        """Return the seconds for which pushes wait for an answer; 0 if they do not."""
-        room = _UNANSWERED_BYTES + self._round_trip * _BYTES_PER_SECOND
+    def wait(self, now: float, position: int) -> float:
+        """Return the seconds for which the push at a position waits for an answer at most; 0 if it
+        does not."""
+        room, last = _UNANSWERED_BYTES + self._round_trip * _BYTES_PER_SECOND, self._last
+        is_far = False
         if self._delay >= _LEAST_DELAY:
             rate = self._recent_bytes / max(self._recent_seconds, 1e-9)
             room = min(room, _UNMERGED_BYTES + (self._round_trip + _UNMERGED_SECONDS) * rate)
-        if self._unanswered_bytes < room:
+            is_far = self._lead.is_far(self._server, position, self._wake)
+        if is_far:
+            last = max(last, self._lead.last)
+        elif self._unanswered_bytes < room:
             return 0.0
         longest = min(max(_INTERVALS * self._interval, _LEAST_WAIT), _LONGEST_WAIT)
-        return max(self._last + longest - now, 0.0)
+        return max(last + longest - now, 0.0)
