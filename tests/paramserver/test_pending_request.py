@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_dlres.paramserver import protocol
-from lightning_dlres.paramserver.execute.worker.pending_request import PendingRequest
+from lightning_dlres.paramserver.execute.worker.pending_request import (
+    PendingRequest,
+    PendingRequests,
+)
 
 NEVER = float("-inf")
 
@@ -31,3 +36,34 @@ def test_a_large_answer_may_be_behind_others(kind: str, tries: int, factor: int)
     assert request.is_due(10.0 + factor, 1.0, NEVER)
     assert not request.is_due(10.0 + factor, 1.0, last_answer=10.5)
     assert request.is_due(10.5 + factor, 1.0, last_answer=10.5)
+
+
+class Tracker:
+    """ZeroMQ's use of a payload."""
+
+    done = False
+
+
+def test_a_large_request_is_not_repeated_while_it_is_being_sent() -> None:
+    tracker: Any = Tracker()
+    request = PendingRequest(protocol.LOAD, b"", sent=10.0, tries=1, tracker=tracker)
+    assert not request.is_due(1000.0, 1.0, NEVER)
+    tracker.done = True
+    assert request.is_due(1000.0, 1.0, NEVER)
+
+
+def test_small_requests_do_not_wait_behind_large_ones() -> None:
+    requests = PendingRequests()
+    assert not requests
+    for number in range(100):
+        requests.add(number, PendingRequest(protocol.STATE, b""))
+    requests.add(100, PendingRequest(protocol.VERSIONS, b""))
+    requests.add(101, PendingRequest(protocol.LEAVE, b""))
+    numbers = [number for number, _ in requests]
+    assert numbers == [100, 101, *range(8)]
+    # Further large requests follow as others are answered.
+    requests.remove(3)
+    requests.remove(100)
+    assert [number for number, _ in requests] == [101, 0, 1, 2, 4, 5, 6, 7, 8]
+    assert requests.get(3) is requests.get(100) is None
+    assert requests.get(99) is not None

@@ -132,9 +132,10 @@ def test_fewer_keys_are_ahead_while_values_come_long_after_notices() -> None:
     assert filled(window, now, 100) == 102
     window.merged(100, now + 0.1)
     assert not window.is_full(now + 0.1, 0)
+    assert filled(window, now + 0.1, 102) == 103
     # Its value is no further answer.
-    window.answered(100, now + 0.4)
-    assert filled(window, now + 0.4, 102) == 103
+    window.answered(100, now + 0.2)
+    assert window.is_full(now + 0.2, 0)
     window, now = slow_window(0.01)
     assert filled(window, now, 100) == 104
 
@@ -147,7 +148,7 @@ def test_more_keys_are_ahead_if_notices_come_faster() -> None:
         window.merged(key, now)
         if key >= 20:
             window.answered(key - 20, now)
-    assert filled(window, now, 500) == 503
+    assert filled(window, now, 500) == 504
 
 
 def test_a_lost_connection_for_notices_is_forgotten() -> None:

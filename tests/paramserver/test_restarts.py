@@ -20,6 +20,7 @@ from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
 from tests.support.chaos_proxy import Chaos, ChaosProxy
+from tests.support.parameter_jobs import new_worker
 from tests.support.paramserver_training import adamw, model_keys
 from tests.support.waiting import wait_until
 
@@ -278,3 +279,32 @@ def test_a_number_for_each_worker_is_needed(stack: ExitStack, tmp_path: Path) ->
     training.workers[0].end_pushes([training.workers[0].numbers()])
     with pytest.raises(PeerError, match="refused: a request with 1 numbers for 2 workers"):
         training.workers[0].refresh()
+
+
+def test_a_server_may_restart_while_many_states_are_fetched(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    """More requests are open than are sent at a time, and none is answered before the worker has
+    sent its pushes again."""
+    server = ParameterServer(snapshot=tmp_path, snapshot_every=NEVER)
+    stack.callback(server.close)
+    shapes = {f"p{number}": (16,) for number in range(20)}
+    worker = new_worker([server.address], shapes, timeout=DEADLINE, retry_seconds=0.1)
+    stack.callback(worker.session.close)
+    worker.session.start()
+    worker.session.join()
+    for _ in range(3):
+        worker.step()
+    server.close()
+    states: list[Any] = []
+    fetching = threading.Thread(
+        target=lambda: states.extend(worker.session.states(range(20))), daemon=True
+    )
+    fetching.start()
+    (link,) = worker.session._links
+    wait_until(lambda: len(list(link._requests)) >= 8, "requests are open", DEADLINE)
+    port = int(server.address.rpartition(":")[2])
+    stack.enter_context(ParameterServer(port=port, snapshot=tmp_path, snapshot_every=NEVER))
+    fetching.join(DEADLINE)
+    assert len(states) == 20
+    assert all(state["momentum_buffer"].abs().max() > 0 for state in states)

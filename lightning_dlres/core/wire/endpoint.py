@@ -34,6 +34,8 @@ from lightning_dlres.core.wire.message import Buffer, Message, pack, protocol_er
 # Domain of ZeroMQ's authentication protocol (ZAP).
 ZAP_DOMAIN = "dlres"
 PORTS = range(1 << 16)
+# Bytes by which encryption makes a frame longer, at most.
+ENCRYPTION_BYTES = 64
 # Options of a send that does not copy: ZeroMQ returns a tracker of its use of the memory.
 TRACKED = MappingProxyType({"copy": False, "track": True})
 # Time limit of ZeroMQ's handshake in milliseconds; a slower connection is closed.
@@ -345,7 +347,9 @@ class Client(Endpoint):
         super().__init__(zmq.DEALER, send_timeout, copies, beside)
         self._peer_label, self._server_address = f"{server} ({address})", address
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
-        self._socket.setsockopt(zmq.MAXMSGSIZE, -1 if max_frame_bytes is None else max_frame_bytes)
+        if max_frame_bytes is not None:
+            more = 0 if curve is None else ENCRYPTION_BYTES
+            self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes + more)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         if curve is not None and server_key is not None:
             use_keys(self._socket, curve, server_key)
@@ -394,11 +398,18 @@ class Client(Endpoint):
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def send_tracked(
-        self, kind: str, payload: Buffer, *, details: bytes, payload_checksum: int | None = None
+        self,
+        kind: str,
+        payload: Buffer,
+        *,
+        sequence: int | None = None,
+        details: bytes,
+        payload_checksum: int | None = None,
     ) -> zmq.MessageTracker:
         """Send without copying the payload; return a tracker of ZeroMQ's use of it.
 
-        `payload_checksum` is the checksum of the payload, if it is known.
+        `sequence` is the sequence number, or None for the next one. `payload_checksum` is the
+        checksum of the payload, if it is known.
 
         Raises:
             PeerTimeoutError: If the server does not read and the queue is full.
@@ -408,7 +419,7 @@ class Client(Endpoint):
             self._peer_label,
             kind,
             payload,
-            sequence=None,
+            sequence=sequence,
             details=details,
             payload_checksum=payload_checksum,
             options=TRACKED,

@@ -22,7 +22,14 @@ from zmq.auth.thread import ThreadAuthenticator
 from lightning_dlres.core.checks import whole_number
 from lightning_dlres.core.errors import ConfigError, ProtocolError, got_expected
 from lightning_dlres.core.wire.connections import Connections, connection_limit, needed_files
-from lightning_dlres.core.wire.endpoint import PORTS, TRACKED, ZAP_DOMAIN, ConnectionEvent, Endpoint
+from lightning_dlres.core.wire.endpoint import (
+    ENCRYPTION_BYTES,
+    PORTS,
+    TRACKED,
+    ZAP_DOMAIN,
+    ConnectionEvent,
+    Endpoint,
+)
 from lightning_dlres.core.wire.keys import CurveKeys, check_key
 from lightning_dlres.core.wire.message import Buffer, Message, protocol_error, unpack
 from lightning_dlres.core.wire.refused_messages import Refusals
@@ -150,7 +157,8 @@ class Server(Endpoint):
         limits = limits or SocketLimits()
         self._connections = Connections(limits.connections, limits.unread_bytes, self.refusals.note)
         self._next_check = 0.0
-        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.frame_bytes)
+        more = 0 if curve is None else ENCRYPTION_BYTES
+        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.frame_bytes + more)
         self._socket.setsockopt(zmq.SNDHWM, limits.queued)
         self._socket.setsockopt(zmq.RCVHWM, limits.queued)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

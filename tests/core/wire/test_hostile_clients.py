@@ -17,6 +17,7 @@ import zmq
 from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.core.host.service import STATUS
 from lightning_dlres.core.wire.endpoint import Client
+from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.core.wire.message import Message, pack
 from lightning_dlres.core.wire.outbox import Outbox, ReplyLimits
 from lightning_dlres.core.wire.refused_messages import Refusals
@@ -258,3 +259,22 @@ def test_a_dead_service_thread_ends_its_process() -> None:
     assert ended.returncode == STATUS
     assert "KeyError: 'bug'" in ended.stderr
     assert "'the service' died" in ended.stderr
+
+
+@pytest.mark.parametrize("is_encrypted", [True, False])
+def test_the_largest_frame_arrives(stack: ExitStack, is_encrypted: bool) -> None:
+    keys, own = CurveKeys.generate(), CurveKeys.generate()
+    options = {"curve": keys, "allowed": [own.public]} if is_encrypted else {}
+    server = serve(stack, **options)
+    client = stack.enter_context(
+        closing(
+            Client(
+                "good",
+                server.address,
+                curve=own if is_encrypted else None,
+                server_key=keys.public if is_encrypted else None,
+            )
+        )
+    )
+    client.send("large", bytes(SMALL.frame_bytes))
+    assert len(server.expect(SECONDS, "a large frame").payload) == SMALL.frame_bytes

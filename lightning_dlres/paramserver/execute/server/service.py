@@ -302,6 +302,7 @@ class ParameterServer:
             return
         shard = admitted[0]
         if not shard.is_started:
+            shard.require_loaded()
             self._snapshots.make_first(shard, time.monotonic())
             if self._snapshots.error:
                 raise ProtocolError(f"no snapshot could be written: {self._snapshots.error}.")

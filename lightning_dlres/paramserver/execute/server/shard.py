@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from lightning_dlres.paramserver.execute.server.consistency import (
     Asynchronous,
     PushedGradient,
     Synchronous,
+    UnequalClippingError,
 )
 from lightning_dlres.paramserver.execute.server.job_workers import JobWorkerRecord, JobWorkers
 from lightning_dlres.paramserver.execute.server.key_state import (
@@ -136,8 +138,8 @@ class Shard:
         """Return the optimizer state of a key."""
         return self._optimizers.state(state.key, state.parameter)
 
-    def start(self) -> None:
-        """Let the workers begin.
+    def require_loaded(self) -> None:
+        """Raise if the workers cannot begin.
 
         Raises:
             ProtocolError: If a key has no value.
@@ -145,6 +147,14 @@ class Shard:
         missing = [str(state.key) for state in self.states.values() if not state.loaded]
         if missing:
             raise ProtocolError(f"{len(missing)} keys have no value yet, such as {missing[0]}.")
+
+    def start(self) -> None:
+        """Let the workers begin.
+
+        Raises:
+            ProtocolError: If a key has no value.
+        """
+        self.require_loaded()
         self.is_started = True
 
     def push(self, push: protocol.Push, data: memoryview) -> list[Answer]:
@@ -173,19 +183,18 @@ class Shard:
             raise ProtocolError(f"clip_value {clip} for {state.key}.")
         if push.base >= push.number:
             raise ProtocolError(f"push {push.number} of {state.key} from base {push.base}.")
-        return self._consistency.push(
-            state,
-            PushedGradient(
-                push.worker,
-                push.number,
-                data if push.has_gradient else None,
-                codec,
-                options,
-                push.is_held,
-                clip,
-                push.base,
-            ),
+        pushed = PushedGradient(
+            push.worker,
+            push.number,
+            data if push.has_gradient else None,
+            codec,
+            options,
+            push.is_held,
+            clip,
+            push.base,
         )
+        with self._failing_the_job():
+            return self._consistency.push(state, pushed)
 
     def pull(self, request: protocol.KeyRequest) -> Answer:
         """Return the answer to a worker that wants a key."""
@@ -223,7 +232,9 @@ class Shard:
         states = [(self._started(key), number) for key, number in released]
         for state, number in states:
             key = state.key.index
-            for answer in self._consistency.commit(state, commit.worker, number, commit.scale):
+            with self._failing_the_job():
+                answers = self._consistency.commit(state, commit.worker, number, commit.scale)
+            for answer in answers:
                 yield key, answer
 
     def rejoin(self, worker: int) -> None:
@@ -264,6 +275,15 @@ class Shard:
         """
         numbers = from_msgpack(data, list[tuple[protocol.Count, protocol.Count]])
         return all(number <= self.durable(self.state_of(key), worker) for key, number in numbers)
+
+    @contextmanager
+    def _failing_the_job(self) -> Iterator[None]:
+        """Context manager that ends the job if its workers contradict each other."""
+        try:
+            yield
+        except UnequalClippingError as error:
+            self.failure = str(error)
+            raise
 
     def _started(self, key: int) -> KeyState:
         if not self.is_started:

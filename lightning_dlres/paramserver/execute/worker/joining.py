@@ -70,6 +70,9 @@ class Joining:
             for link, answer in zip(self._links, self._greet(), strict=True)
             if not answer.decode(protocol.ServerWelcome).is_started
         ]
+        # The parameters of a server may take longer than the deadline of workers at another one.
+        for link in self._links:
+            link.pings = True
         for link in new:
             self._load(link, states or {})
         self._waits.answers(

@@ -24,12 +24,14 @@ from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.sending_waits import SendingWait
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
 from lightning_dlres.paramserver.execute.worker.merge_listener import MergeListener
-from lightning_dlres.paramserver.execute.worker.pending_request import PendingRequest, backoff
+from lightning_dlres.paramserver.execute.worker.pending_request import (
+    PendingRequest,
+    PendingRequests,
+    backoff,
+)
 from lightning_dlres.paramserver.execute.worker.push_log import NOT_COMMITTED, LogEntry
 from lightning_dlres.paramserver.execute.worker.push_window import PushQueue, PushWindow
 
-# Requests without an answer at a time.
-_MAX_REQUESTS = 8
 # Longest wait for a message in seconds, unless messages are sent again earlier.
 _IDLE_SECONDS = 0.25
 # Queries in one look.
@@ -99,7 +101,7 @@ class ServerLink:
             wake=self._client.interrupt,
         )
         self._wait = SendingWait()
-        self._requests: dict[int, PendingRequest] = {}
+        self._requests = PendingRequests()
         self._posts: deque[tuple[str, bytes, bytes]] = deque()
         self._sequences = itertools.count(_FIRST_SEQUENCE)
         self._next_query = self._next_ping = 0.0
@@ -120,7 +122,7 @@ class ServerLink:
         """Send a request until it is answered; its answer comes later."""
         pending = PendingRequest(kind, msgspec.msgpack.encode(details), payload)
         with self._exchange.lock:
-            self._requests[next(self._sequences)] = pending
+            self._requests.add(next(self._sequences), pending)
         self._client.interrupt()
         return pending
 
@@ -244,13 +246,14 @@ class ServerLink:
         )
 
     def _send_requests(self, now: float) -> None:
-        # There may be thousands, and all that are here have no answer yet.
-        for sequence, pending in itertools.islice(self._requests.items(), _MAX_REQUESTS):
+        for sequence, pending in self._requests:
             is_due = pending.is_due(now, self._retry_seconds, self._last_answer)
             if is_due and self._may_send():
                 pending.sent, pending.tries = now, pending.tries + 1
-                self._client.send(
-                    pending.kind, pending.payload, sequence=sequence, details=pending.details
+                # The payload may change once the request is answered.
+                copy = bytes(pending.payload)
+                pending.tracker = self._client.send_tracked(
+                    pending.kind, copy, sequence=sequence, details=pending.details
                 )
 
     def _query(self, now: float) -> None:
@@ -324,7 +327,7 @@ class ServerLink:
         if is_unknown and pending.kind == protocol.HELLO and self._exchange.worker > 0:
             # Worker 0 has not described the job yet: ask again later.
             return
-        del self._requests[message.sequence]
+        self._requests.remove(message.sequence)
         if pending.tries == 1:
             self._window.note_round_trip(time.monotonic() - pending.sent)
         if message.kind == protocol.FAILED:
@@ -349,7 +352,7 @@ class ServerLink:
         if is_new:
             details = msgspec.msgpack.encode(self._exchange.request())
             self._version_request = PendingRequest(protocol.VERSIONS, details)
-            self._requests[next(self._sequences)] = self._version_request
+            self._requests.add(next(self._sequences), self._version_request)
 
     def _confirm(self, versions: list[protocol.KeyVersion]) -> None:
         for version in versions:

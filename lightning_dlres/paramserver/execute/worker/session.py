@@ -106,6 +106,7 @@ class WorkerSession:
                 )
         except ConfigError:
             self.close()
+            self.exchange.log.close(remove=True)
             raise
         self._waits = ServerWaits(
             self.exchange, self._links, job.timeout, job.retry_seconds, check_peers
