@@ -34,7 +34,7 @@ PARAMETER_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 }
-_DTYPES = PARAMETER_DTYPES | {
+STATE_DTYPES = PARAMETER_DTYPES | {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 }
@@ -399,7 +399,7 @@ def empty_tensor(dtype: str, shape: tuple[int, ...], nbytes: int | None = None) 
         ProtocolError: If the dtype or the shape is not possible, or the number of bytes does not
             fit.
     """
-    kind = _DTYPES.get(dtype)
+    kind = STATE_DTYPES.get(dtype)
     if kind is None or len(shape) > MAX_DIMENSIONS or min(shape, default=0) < 0:
         raise ProtocolError(f"a tensor of dtype {dtype!r} and {len(shape)} dimensions.")
     if nbytes is not None and math.prod(shape) * kind.itemsize != nbytes:

@@ -17,10 +17,11 @@ from lightning_dlres.core.checks import (
     whole_number,
 )
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.core.units import parse_bytes, parse_seconds
+from lightning_dlres.core.units import format_bytes, parse_bytes, parse_seconds
 from lightning_dlres.core.wire.endpoint import has_port
 from lightning_dlres.paramserver.execute.server.consistency import CONSISTENCIES
 from lightning_dlres.paramserver.gradient_codecs import job_codec
+from lightning_dlres.paramserver.protocol import FRAME_BYTES
 
 EMBEDDED = "embedded"
 _LEAST_KEY_BYTES = 64 << 10
@@ -53,8 +54,8 @@ class ParameterServerConfig:
             rule, fix = "1 with servers that run elsewhere", "embedded_servers=1"
             raise ConfigError(got_expected("embedded_servers", self.embedded_servers, rule, fix))
         self.made_codec()
-        if self.key_size() < _LEAST_KEY_BYTES:
-            rule = "at least 64 KiB"
+        if not _LEAST_KEY_BYTES <= self.key_size() <= FRAME_BYTES:
+            rule = f"64 KiB to {format_bytes(FRAME_BYTES)}"
             raise ConfigError(got_expected("key_bytes", self.key_bytes, rule, "key_bytes='512KiB'"))
         self.log_size()
         if not self.deadline_seconds() > 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,8 +12,8 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.mirror.profile.history import is_per_parameter
 from lightning_dlres.paramserver.execute.server.optimizers import (
     check_optimizer,
+    group_options,
     optimizer_name,
-    wire_options,
 )
 from lightning_dlres.paramserver.plan.keys import Key, ParameterInfo, make_keys
 from lightning_dlres.paramserver.protocol import OptimizerSetup
@@ -106,9 +105,7 @@ def keys_of(
 
 
 def _setup(optimizer: Optimizer) -> OptimizerSetup:
-    options: list[dict[str, Any]] = [
-        wire_options(group, optimizer.defaults) for group in optimizer.param_groups
-    ]
+    options = [group_options(optimizer, index) for index in range(len(optimizer.param_groups))]
     return OptimizerSetup(name=optimizer_name(type(optimizer)), groups=options)
 
 

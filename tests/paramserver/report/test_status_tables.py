@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_dlres.paramserver.execute.server.status import server_status
 from lightning_dlres.paramserver.execute.status_client import ServerSample
 from lightning_dlres.paramserver.protocol import ServerStatus, WorkerStatus
 from lightning_dlres.paramserver.report.status_tables import status_tables, worker_rows
+from tests.support.paramserver_shards import make_setup, push_of, small_keys, started_shard
 
 
 def sample(uptime: float, *workers: tuple[int, int, int], **changes: Any) -> ServerSample:
@@ -82,3 +84,22 @@ def test_servers_have_a_row_each_also_without_an_answer_or_a_job() -> None:
     assert "no job" in text
     assert "no answer within 3 s" in text
     assert "No job." in text
+
+
+def test_a_parameter_that_is_never_pushed_hides_no_staleness() -> None:
+    setup = make_setup(small_keys([3, 3]), 2, consistency="asp")
+    shard = started_shard(setup)
+    for worker, pushes in ((0, 5), (1, 2)):
+        for number in range(1, pushes + 1):
+            shard.push(*push_of(setup.keys[0], worker, number, 1.0))
+    status = server_status(
+        shard,
+        address="tcp://a:1",
+        now=1.0,
+        uptime=1.0,
+        snapshot_seconds=-1.0,
+        snapshot_error="",
+        refused=0,
+    )
+    rows = worker_rows([ServerSample(address="tcp://a:1", status=status)])
+    assert [row[3:5] for row in rows] == [("5", 0), ("2", 3)]

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,10 @@ class PushedGradient:
     base: int
 
 
+class UnequalClippingError(ProtocolError):
+    """Workers clip one gradient in different ways; the job cannot go on."""
+
+
 # Applies a key's merged gradient to its parameter.
 Update = Callable[[KeyState], None]
 
@@ -85,13 +90,22 @@ class Synchronous:
         self._workers = len(members.by_index)
 
     def push(self, state: KeyState, push: PushedGradient) -> list[Answer]:
-        """Take a push; return the answers that it makes possible."""
+        """Take a push; return the answers that it makes possible.
+
+        Raises:
+            UnequalClippingError: If another worker has pushed with another clipping.
+        """
         version = state.applied[push.worker]
         if push.number != version + 1 or self._has_pushed(state, push.worker):
             return [self.pull(state, push.worker, push.number)]
+        clipping = (push.is_held, push.clip_value)
+        if state.merged + len(state.pending) == 0:
+            state.clipping = clipping
+        elif clipping != state.clipping:
+            raise UnequalClippingError(_unequal_clipping(state.key.name))
         if push.worker == 0:
             # One update has one set of options: those of worker 0 count.
-            state.options, state.clip_value = push.options, push.clip_value
+            state.options = push.options
         nbytes = 0 if push.data is None else len(push.data)
         if push.worker != state.merged and self._pending_bytes + nbytes > self._max_pending_bytes:
             state.deferred.add(push.worker)
@@ -105,7 +119,8 @@ class Synchronous:
             return [Answer(state.merged, protocol.BEHIND, state.applied[state.merged])]
         if state.merged < self._workers:
             return []
-        state.gradient.div_(self._workers)
+        if not state.divides_first:
+            state.gradient.div_(self._workers)
         if push.is_held:
             state.is_held = True
             norm = state.gradient.double().square().sum() if state.has_gradient else 0.0
@@ -132,6 +147,12 @@ class Synchronous:
             if scale != 1.0:
                 state.gradient.mul_(scale)
             self._apply(state)
+            state.applied_scale = scale
+        elif number == state.applied[worker] and state.applied_scale is not None:
+            # Equal bounds give equal factors, since all workers get the same norms.
+            is_nan = math.isnan(scale) and math.isnan(state.applied_scale)
+            if scale != state.applied_scale and not is_nan:
+                raise UnequalClippingError(_unequal_clipping(state.key.name))
         return [self.pull(state, worker, number)]
 
     def rejoin(self, states: Iterable[KeyState], worker: int) -> None:
@@ -153,14 +174,15 @@ class Synchronous:
             data, codec = state.pending.pop(state.merged)
             if data is not None:
                 self._pending_bytes -= len(data)
-                state.add(data, codec, is_first=not state.has_gradient)
+                state.add(data, codec, is_first=not state.has_gradient, parts=self._workers)
                 state.has_gradient = True
             state.merged += 1
 
     def _apply(self, state: KeyState) -> None:
         if state.has_gradient:
-            if state.clip_value:
-                state.gradient.clamp_(-state.clip_value, state.clip_value)
+            clip_value = state.clipping[1]
+            if clip_value:
+                state.gradient.clamp_(-clip_value, clip_value)
             state.require_unshared()
             previous = state.parameter.detach().clone()
             self._update(state)
@@ -168,7 +190,7 @@ class Synchronous:
             state.gradient = previous
         else:
             state.gradient.copy_(state.parameter.detach())
-        state.has_previous = True
+        state.has_previous, state.applied_scale = True, None
         state.applied[:] = [version + 1 for version in state.applied]
         state.applied_norm, state.norm = state.norm, 0.0
         state.merged, state.is_held, state.has_gradient = 0, False, False
@@ -253,3 +275,11 @@ class Asynchronous:
             and not one.has_left
             and applied - state.applied[index] > self._staleness
         ]
+
+
+def _unequal_clipping(name: str) -> str:
+    return (
+        f"gradients must be clipped in one way on all ranks, got two for {name}. Clip in every "
+        "step with the same bounds: servers clip the merged gradients, so a condition on the "
+        "gradients of a rank is not needed."
+    )

@@ -70,7 +70,9 @@ class KeyState:
         norm: Squared norm of the merged gradient, if it is held.
         applied_norm: The same of the latest update; 0 if that was not held.
         options: Options of the parameter's group for the update.
-        clip_value: Bound of the merged gradient's elements; 0 for none.
+        applied_scale: Factor of the commit of the latest update; None if that was not held.
+        clipping: Of the pushes that are being merged: `is_held`, and the bound of the merged
+            gradient's elements, which is 0 for none.
         has_previous: True if `gradient` holds the previous value of the parameter.
         loaded: True once the initial value has arrived.
         retired: Memory of former values, shared by the keys of a server.
@@ -90,7 +92,8 @@ class KeyState:
     norm: float = 0.0
     applied_norm: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
-    clip_value: float = 0.0
+    applied_scale: float | None = None
+    clipping: tuple[bool, float] = (False, 0.0)
     has_previous: bool = False
     loaded: bool = False
     retired: RetiredValues = field(default_factory=RetiredValues)
@@ -163,13 +166,30 @@ class KeyState:
             self.parameter.data = self.retired.replace(self.parameter.data, self._sent)
         self._sent = []
 
-    def add(self, data: memoryview, codec: GradientCodec | None, *, is_first: bool) -> None:
-        """Add a pushed gradient to the merged one, or put it there if it is the first."""
+    @property
+    def divides_first(self) -> bool:
+        """True if gradients are divided before they are added: a sum in float16 may be infinite
+        where the mean is not."""
+        return self.gradient.dtype == torch.float16
+
+    def add(
+        self, data: memoryview, codec: GradientCodec | None, *, is_first: bool, parts: int = 1
+    ) -> None:
+        """Add a pushed gradient to the merged one, or put it there if it is the first.
+
+        Args:
+            data: Payload of the push.
+            codec: Its codec; None for raw bytes.
+            is_first: Discard what the merged gradient has.
+            parts: Number of gradients whose mean is wanted, see `divides_first`.
+        """
         values, total = as_tensor(data), self.gradient.view(-1)
+        if codec is None and self.divides_first and parts > 1:
+            values = values.view(total.dtype).div(parts).view(torch.uint8)
         if codec is not None:
             codec.expand(values, total, accumulate=not is_first)
         elif is_first:
-            byte_array(self.gradient)[:] = np.frombuffer(data, np.uint8)
+            byte_array(self.gradient)[:] = values.numpy()
         else:
             total.add_(values.view(total.dtype))
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
@@ -17,7 +18,7 @@ from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.mirror.profile.history import PER_PARAMETER
 from lightning_dlres.paramserver.execute.server.push_updates import PushStep
 from lightning_dlres.paramserver.plan.keys import Key
-from lightning_dlres.paramserver.protocol import OptimizerSetup
+from lightning_dlres.paramserver.protocol import STATE_DTYPES, OptimizerSetup
 
 # Optimizers of torch that update each parameter by itself, but not each element.
 _WHOLE_PARAMETER: tuple[type[Optimizer], ...] = (optim.Adafactor,)
@@ -37,8 +38,10 @@ def register_server_optimizer(optimizer: type[Optimizer]) -> type[Optimizer]:
     """Let servers of this process make an optimizer of a class that is not torch's.
 
     Each key gets its own update, so the optimizer must treat every parameter by itself. All parts
-    of its state must be there after the first update. Servers call `step()` without a closure, and
-    ranks call it with all gradients None. The function may be used as a decorator.
+    of its state must be there after the first update, as numbers and tensors. What it counts must
+    be there, too, and not in its groups. Servers make it from parameters alone, call `step()`
+    without a closure, and ranks call it with all gradients None. The function may be used as a
+    decorator.
     `dlres ps serve --optimizer module:Class` registers a class, too.
     """
     _registry[optimizer_name(optimizer)] = optimizer
@@ -60,6 +63,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: If the class is not registered.
     """
+    if not optimizer.param_groups:
+        raise ConfigError(
+            "configure_optimizers must return an optimizer for a parameter server, got none. "
+            "Return one, or use another strategy."
+        )
     if optimizer_name(type(optimizer)) not in _registry:
         known = ", ".join(sorted(name.rpartition(":")[2] for name in _registry))
         raise ConfigError(
@@ -83,17 +91,30 @@ def wire_options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
     for name in defaults:
         if name in _LOCAL_OPTIONS:
             continue
-        value = group.get(name, defaults[name])
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = value.item()
-        if isinstance(value, (tuple, list)):
-            value = tuple(v.item() if isinstance(v, Tensor) else v for v in value)
+        value = _plain(group.get(name, defaults[name]))
         if not _is_plain(value):
             raise ConfigError(
                 f"the optimizer's option {name} must be a number, text or a tuple of numbers for a "
                 f"parameter server, got {value!r}. Leave it out."
             )
         options[name] = value
+    return options
+
+
+def group_options(optimizer: Optimizer, group: int) -> dict[str, Any]:
+    """Return the options of a group as they are sent to servers.
+
+    A class of the user's own may read options that only a group has; those without a plain value
+    are left out.
+
+    Raises:
+        ConfigError: See `wire_options`.
+    """
+    own, defaults = optimizer.param_groups[group], optimizer.defaults
+    options = wire_options(own, defaults)
+    if not _is_of_torch(type(optimizer)):
+        others = {n: _plain(v) for n, v in own.items() if n not in defaults and n != "params"}
+        options |= {name: value for name, value in others.items() if _is_plain(value)}
     return options
 
 
@@ -125,6 +146,11 @@ class ServerOptimizers:
             for setup, of_setup in zip(setups, own, strict=True)
         ]
         self._setups = setups
+        # The state of each optimizer of the user's own is tried with one key.
+        tried = {key.optimizer: (key, p) for key, p in zip(keys, parameters, strict=True)}
+        for key, parameter in tried.values():
+            if not _is_of_torch(type(self._of(key))):
+                _require_sendable(setups[key.optimizer].name, self._first_state(key, parameter))
         # Checked options by optimizer and message.
         self._checked: dict[tuple[int, bytes], dict[str, Any]] = {}
 
@@ -220,6 +246,7 @@ class ServerOptimizers:
             with torch.no_grad():
                 step.before(parameter)
             optimizer.step()
+            _require_same_options(optimizer, step.options)
             with torch.no_grad():
                 step.after(parameter, optimizer.state[parameter])
         except Exception as error:  # An optimizer may raise anything for options that it accepted.
@@ -255,19 +282,58 @@ def _make_optimizer(setup: OptimizerSetup, parameters: list[nn.Parameter]) -> Op
     return optimizer
 
 
+def _is_of_torch(kind: type[Optimizer]) -> bool:
+    return kind.__module__.startswith("torch.")
+
+
+def _require_sendable(name: str, state: Mapping[str, Any]) -> None:
+    """Raise if the state of an optimizer cannot be sent or kept in a snapshot.
+
+    Raises:
+        ProtocolError: If it cannot.
+    """
+    for part, value in state.items():
+        if isinstance(value, Tensor):
+            fits = str(value.dtype).removeprefix("torch.") in STATE_DTYPES
+        else:
+            fits = value is None or isinstance(value, (bool, int, float))
+        if not fits:
+            got = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else repr(value)[:80]
+            raise ProtocolError(
+                f"the state of {name} must have numbers, and tensors of numbers, for a parameter "
+                f"server, got {got} in {part!r}. Let it keep these only."
+            )
+
+
+def _require_same_options(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+    """Raise if a step has changed the options, which come anew with each push.
+
+    Raises:
+        ValueError: If it has.
+    """
+    (group,) = optimizer.param_groups
+    after = {name: value for name, value in group.items() if name != "params"}
+    changed = sorted(n for n in {*after, *options} if after.get(n) != options.get(n))
+    if changed:
+        raise ValueError(
+            f"its step changes {changed[0]!r} in its group, which servers do not keep. Let it "
+            "count in the state of each parameter."
+        )
+
+
 def _checked_options(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of a message in the form that the optimizer expects.
 
     Raises:
         ProtocolError: If one is unknown or of a wrong type, or the optimizer refuses it.
     """
-    checked = {}
+    checked, is_of_torch = {}, _is_of_torch(type(optimizer))
     for name, value in options.items():
-        if name not in optimizer.defaults or name in _LOCAL_OPTIONS:
+        if name in _LOCAL_OPTIONS or (is_of_torch and name not in optimizer.defaults):
             raise ProtocolError(f"the optimizer has no option {name!r}.")
         if isinstance(value, list):
             value = tuple(value)
-        if not _is_plain(value) or not _is_like(optimizer.defaults[name], value):
+        if not _is_plain(value) or not _is_like(optimizer.defaults.get(name, value), value):
             raise ProtocolError(f"the optimizer's option {name!r} has the value {value!r}.")
         checked[name] = value
     kind = type(optimizer)
@@ -319,6 +385,19 @@ def _like(own: Any, value: Any, what: str) -> Any:
     if own is not None and (value is None or isinstance(own, bool) != isinstance(value, bool)):
         raise ProtocolError(f"{what} has the value {value!r}.")
     return value
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as a number, text or tuple of Python's own, if it is like one."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.item() if value.size == 1 else value
+    # A schedule may compute it with a class of its own.
+    base = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+    return value if base is None else base(value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -80,7 +80,9 @@ def server_status(
 def _workers(shard: Shard, now: float) -> list[WorkerStatus]:
     statuses = []
     for index, member in enumerate(shard.members.by_index):
-        numbers = [state.applied[index] for state in shard.states.values()]
+        # A parameter that was never trained has no pushes, and says nothing about staleness.
+        states = shard.states.values()
+        numbers = [state.applied[index] for state in states if any(state.applied)]
         silent = 0.0 if member.last_heard is None else now - member.last_heard
         statuses.append(
             WorkerStatus(

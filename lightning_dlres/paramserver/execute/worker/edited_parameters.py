@@ -7,20 +7,22 @@ values, so code may change them; that shows when they are trained again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dlres.core.arrays import byte_array
+from lightning_dlres.core.wire.checksum import checksum_of
 
-# Integer of the same size, for sums of the bits of elements.
+# Integers of the same size as elements, and elements that are taken at a time, for the digests of
+# tensors that are not in plain memory of the host.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PART = 1 << 20
 
 
 class EditedParameters:
-    """Sums of the bits of parameters, to compare them later.
+    """Digests of parameters, to compare them later.
 
     Args:
         parameters: Parameters by name.
@@ -28,35 +30,40 @@ class EditedParameters:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
-        self._sums: dict[str, int] = {}
+        self._digests: dict[str, int] = {}
 
-    def remember(self) -> None:
+    def remember(self, landed: Set[Tensor] = frozenset()) -> None:
         """Remember the present values of all trained parameters.
 
-        Values of frozen parameters are remembered only at the first call.
+        Args:
+            landed: Parameters that have got values from the servers. Those of other frozen
+                parameters are remembered only at the first call.
         """
         for name, parameter in self._parameters.items():
-            if parameter.requires_grad or name not in self._sums:
-                self._sums[name] = bit_sum(parameter.detach())
+            if parameter.requires_grad or parameter in landed or name not in self._digests:
+                self._digests[name] = digest_of(parameter.detach())
 
     def names(self) -> list[str]:
         """Return the names of the parameters that are trained and have changed since."""
         return [
             name
             for name, parameter in self._parameters.items()
-            if parameter.requires_grad and bit_sum(parameter.detach()) != self._sums[name]
+            if parameter.requires_grad and digest_of(parameter.detach()) != self._digests[name]
         ]
 
 
-def bit_sum(tensor: Tensor) -> int:
-    """Return the sum of a tensor's bits, read as integers, modulo 2**64.
+def digest_of(tensor: Tensor) -> int:
+    """Return a number that depends on the bits and the order of a tensor's elements.
 
-    It passes once over the memory. Equal sums of different values are possible, but rare.
+    It passes once over the memory. Equal numbers of different values are possible, but rare.
     """
     if tensor.device.type == "cpu" and tensor.is_contiguous():
-        data = byte_array(tensor)
-        whole = len(data) // 8 * 8
-        words = int(data[:whole].view(np.uint64).sum(dtype=np.uint64))
-        return words + int(data[whole:].sum(dtype=np.uint64))
+        return checksum_of(byte_array(tensor).data)
     flat = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
-    return int(flat.sum(dtype=torch.int64))
+    total = 0
+    for start in range(0, len(flat), _PART):
+        part = flat[start : start + _PART].to(torch.int64)
+        # Odd factors, so that a change of any bit changes the product.
+        factors = torch.arange(1, 2 * len(part), 2, device=part.device)
+        total = hash((total, int((part * factors).sum())))
+    return total
