@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -118,10 +119,10 @@ class Clipping:
     """Clipping of the steps, by optimizer.
 
     Args:
-        every_step: Bounds of each step, if nothing can change them; None to take notes.
+        every_step: Returns the bounds of each step, if only they count; None to take notes.
     """
 
-    def __init__(self, every_step: ClippingBounds | None = None) -> None:
+    def __init__(self, every_step: Callable[[], ClippingBounds] | None = None) -> None:
         self._every_step = every_step
         self._notes: dict[Optimizer, _Note] = {}
 
@@ -132,7 +133,7 @@ class Clipping:
             UnsupportedStepError: If other code has changed gradients after it clipped them.
         """
         if self._every_step is not None:
-            return self._every_step
+            return self._every_step()
         note = self._notes.get(optimizer)
         if note is None:
             return ClippingBounds()
@@ -178,11 +179,12 @@ class Clipping:
         precision.__dict__.pop("clip_grad_by_value", None)
 
 
-def trainer_bounds(value: float | None, algorithm: str | None) -> ClippingBounds:
+def trainer_bounds(trainer: Trainer) -> ClippingBounds:
     """Return the bounds of a Trainer's `gradient_clip_val` and `gradient_clip_algorithm`."""
+    value = trainer.gradient_clip_val
     if not value:
         return ClippingBounds()
-    if algorithm == "value":
+    if trainer.gradient_clip_algorithm == "value":
         return ClippingBounds(max_value=float(value))
     return ClippingBounds(max_norm=float(value))
 

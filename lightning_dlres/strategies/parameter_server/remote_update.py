@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_dlres._compat import has_foreign_gradient_hooks
 from lightning_dlres.core._compat import accumulated_parameter, version_of
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
-from lightning_dlres.paramserver.execute.server.optimizers import wire_options
+from lightning_dlres.paramserver.execute.server.optimizers import group_options
 from lightning_dlres.paramserver.execute.worker.edited_parameters import EditedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession, norm_scale
 from lightning_dlres.paramserver.setup.model_keys import ModelKeys
@@ -114,7 +114,11 @@ class RemoteUpdates:
         for optimizer in self._optimizers:
             optimizer.state = _EmptyState()
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
-        self._pre_hooks: dict[Optimizer, RemovableHandle] = {}
+        # Code of the user's own may call the step of an optimizer without the Trainer.
+        self._pre_hooks = {
+            optimizer: optimizer.register_step_pre_hook(self._before_step)
+            for optimizer in self._optimizers
+        }
 
     def prepare_step(self, optimizer: Optimizer) -> None:
         """Prepare for a step of an optimizer.
@@ -130,8 +134,7 @@ class RemoteUpdates:
                 f"{type(optimizer).__name__}: the servers hold the optimizer. Change the options "
                 "in param_groups, or call fit once more."
             )
-        if optimizer in self._pre_hooks:
-            self._pre_hooks.pop(optimizer).remove()
+        self._pre_hooks.pop(optimizer).remove()
         self._pre_hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
 
     def close(self) -> None:
@@ -178,9 +181,7 @@ class RemoteUpdates:
             )
 
     def _encoded_options(self, place: tuple[int, int]) -> bytes:
-        optimizer = self._optimizers[place[0]]
-        options = wire_options(optimizer.param_groups[place[1]], optimizer.defaults)
-        return msgspec.msgpack.encode(options)
+        return msgspec.msgpack.encode(group_options(self._optimizers[place[0]], place[1]))
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -206,21 +207,27 @@ class RemoteUpdates:
         # In the order in which backward makes gradients, as far as that is known. Other workers
         # wait for a parameter that is trained, also if it has no gradient here. Optimizers use
         # gradients of parameters that were frozen after backward, too.
+        landed = set(self._pushed)
         for parameter in reversed(parameters):
             is_used = parameter.requires_grad or parameter.grad is not None
             if is_used and parameter not in self._pushed:
                 self._push(parameter, bounds)
+                landed.add(parameter)
         if bounds.max_norm is not None:
             self._session.commit(norm_scale(self._session.wait_merged(), bounds.max_norm))
         self._session.wait()
         self._session.land()
-        self._edits.remember()
+        self._edits.remember(landed)
         self._pushed.clear()
         self._options.clear()
         self._hidden = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None
         return args, kwargs
+
+    def note_values(self) -> None:
+        """Take note of values that have come from the servers between two steps."""
+        self._edits.remember()
 
     def are_edited(self) -> bool:
         """Return True if other code has changed parameters since the last step."""

@@ -23,8 +23,10 @@ from lightning_dlres.core.host.identity import host_identity
 from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.core.wire.keys import CurveKeys, load_keys, load_public_key
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
+from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.protocol import TOKEN_BYTES
 from lightning_dlres.paramserver.setup.config import ParameterServerConfig
+from lightning_dlres.paramserver.setup.model_keys import ModelKeys
 
 
 class _RankFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +130,44 @@ def host_servers(
         server_keys = [] if is_local else [facts.public_key] * count
         return HostedServers(facts.token, facts.addresses, curve, server_keys, stack)
     return HostedServers(facts.token, facts.addresses, *_own_keys(options), stack)
+
+
+def job_of(
+    options: ParameterServerConfig,
+    hosted: HostedServers,
+    keys: ModelKeys,
+    rank: int,
+    ranks: int,
+    timeout: float,
+) -> Job:
+    """Return the job of a run.
+
+    Args:
+        options: Options of the strategy.
+        hosted: Its servers.
+        keys: Keys of the model.
+        rank: This rank.
+        ranks: Number of ranks.
+        timeout: Longest wait for a server or another rank, in seconds.
+    """
+    return Job(
+        token=hosted.token,
+        worker=rank,
+        workers=ranks,
+        servers=hosted.addresses,
+        keys=keys.keys,
+        optimizers=keys.setups,
+        consistency=options.consistency,
+        staleness=options.staleness,
+        worker_deadline=options.deadline_seconds(),
+        codec=options.made_codec(),
+        codec_options=options.codec_options,
+        curve=hosted.curve,
+        server_keys=hosted.server_keys,
+        timeout=timeout,
+        log_bytes=options.log_size(),
+        log_directory=None if options.log_directory is None else Path(options.log_directory),
+    )
 
 
 def _own_keys(options: ParameterServerConfig) -> tuple[CurveKeys | None, list[bytes]]:

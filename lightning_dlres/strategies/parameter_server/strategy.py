@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -13,8 +14,8 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -24,9 +25,7 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.paramserver.execute.server.consistency import BSP
-from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
-from lightning_dlres.paramserver.execute.worker.push_codecs import SavedPushes
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
 from lightning_dlres.paramserver.report.server_report import ServerReport
 from lightning_dlres.paramserver.setup.config import EMBEDDED, ParameterServerConfig
@@ -40,11 +39,16 @@ from lightning_dlres.strategies.connected_ddp import ConnectedDDPStrategy
 from lightning_dlres.strategies.connection import Connection, announcing_failures
 from lightning_dlres.strategies.few_bits import unwrapped, warn_about_few_bits
 from lightning_dlres.strategies.lazy_parameters import refuse_lazy_parameters
-from lightning_dlres.strategies.parameter_server.clipping import Clipping, trainer_bounds
+from lightning_dlres.strategies.parameter_server.clipping import (
+    Clipping,
+    trainer_bounds,
+)
 from lightning_dlres.strategies.parameter_server.remote_update import RemoteUpdates
+from lightning_dlres.strategies.parameter_server.residuals import CheckpointedResiduals
 from lightning_dlres.strategies.parameter_server.server_hosting import (
     HostedServers,
     host_servers,
+    job_of,
 )
 from lightning_dlres.strategies.parameter_server.trainer_checks import (
     gradients_are_seen,
@@ -52,8 +56,6 @@ from lightning_dlres.strategies.parameter_server.trainer_checks import (
 )
 from lightning_dlres.strategies.process_group import check_backend
 
-# Key, in a Lightning checkpoint, of the states of all ranks' codecs.
-CHECKPOINT_KEY = "dlres_parameter_server_pushes"
 # Longest wait for the servers' answers to the farewell of a rank that has failed, in seconds.
 _LEAVE_SECONDS_AFTER_FAILURE = 1.0
 # Most waits of rank 0 for the servers while the other ranks wait for it.
@@ -87,7 +89,8 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         worker_deadline: Time of silence after which servers shut a rank out.
         log_bytes: Bytes of pushes that each rank keeps for a restarted server, at least those of
             two steps.
-        log_directory: Directory in memory, such as /dev/shm, for that log. None: own memory.
+        log_directory: Directory in memory, such as /dev/shm, for that log; a rank that is killed
+            leaves its file there. None: own memory.
         key: File of this rank's secret key, for servers that were started with keys.
         server_key: File of the servers' public key, or one file per server.
         timeout: Time that a rank waits for another, or for a server: seconds, text such as
@@ -171,12 +174,9 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         self._updates: RemoteUpdates | None = None
         self._keys: ModelKeys | None = None
         self._clipping = Clipping()
-        # States of all ranks' codecs from a checkpoint, until the next session goes on with them.
-        self._loaded_pushes: list[SavedPushes] | None = None
-        # States of this rank's codecs at the end of the last session, for a later checkpoint.
-        self._kept_pushes: SavedPushes | None = None
-        # The same on all ranks: some of them may hold a residual.
-        self._has_residuals = codec is not None
+        self._residuals = CheckpointedResiduals(may_exist=codec is not None)
+        # True after a run whose optimizer states were lost with its servers.
+        self._has_lost_states = False
         # On rank 0, from the start of the first training on.
         self._report: ServerReport | None = None
         # True while Lightning runs a backward whose gradients are accumulated only.
@@ -200,11 +200,17 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         return None if self._report is None else self._report.text
 
     @override
+    def setup_environment(self) -> None:
+        self._residuals.begin_run()
+        super().setup_environment()
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         with announcing_failures(lambda: self._connection):
             super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._kept_pushes = None
+            self._residuals.begin_fit()
+            self._has_lost_states = False
 
     @override
     def configure_ddp(self) -> None:
@@ -254,7 +260,9 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         servers = len(self._hosted.addresses)
         self._keys = keys_of(self._module, optimizers, servers, options.key_size())
         parameters = KeyedParameters(self._keys.parameters)
-        job = self._job(self._hosted, self._keys)
+        job = job_of(
+            options, self._hosted, self._keys, self.global_rank, self.world_size, self._wait_seconds
+        )
         if self.global_rank == 0:
             self._session = WorkerSession(job, parameters, connection.check)
             self._session.start(states_by_key(self._keys, optimizers))
@@ -263,15 +271,13 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         # longer than rank 0, whose error names the server.
         gather_bytes(b"", _WAITS_OF_RANK_0 * self._wait_seconds, connection.check)
         self._session = self._session or WorkerSession(job, parameters, connection.check)
-        loaded, self._loaded_pushes = self._loaded_pushes, None
-        if loaded is not None:
-            self._session.load_pushes(loaded)
+        self._residuals.continue_in(self._session)
         self._session.join()
         trainer = self._module.trainer
         pushes_early, bounds = self._pushes_early(), None
         if pushes_early:
-            # No other code may clip then.
-            bounds = trainer_bounds(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            # No other code may clip then, but a callback may change the Trainer's bounds.
+            bounds = partial(trainer_bounds, trainer)
         self._clipping = Clipping(bounds)
         if self._ranks_wait_for_each_other:
             self._clipping.attach(self.precision_plugin)
@@ -280,7 +286,7 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             self._keys,
             optimizers,
             self._clipping,
-            lambda: pushes_early and not self._accumulates,
+            lambda: pushes_early and not self._accumulates and not self._clips_itself(),
         )
         if self.global_rank == 0:
             hosted = self._hosted
@@ -291,39 +297,21 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             f"parameter server(s), {options.consistency}."
         )
 
-    def _job(self, hosted: HostedServers, keys: ModelKeys) -> Job:
-        options = self._options
-        return Job(
-            token=hosted.token,
-            worker=self.global_rank,
-            workers=self.world_size,
-            servers=hosted.addresses,
-            keys=keys.keys,
-            optimizers=keys.setups,
-            consistency=options.consistency,
-            staleness=options.staleness,
-            worker_deadline=options.deadline_seconds(),
-            codec=options.made_codec(),
-            codec_options=options.codec_options,
-            curve=hosted.curve,
-            server_keys=hosted.server_keys,
-            timeout=self._wait_seconds,
-            log_bytes=options.log_size(),
-            log_directory=None if options.log_directory is None else Path(options.log_directory),
-        )
-
     def _pushes_early(self) -> bool:
         """Return True if gradients may be pushed in the last backward before a step."""
         trainer = self._module.trainer
-        clips_itself = not self._ranks_wait_for_each_other and bool(trainer.gradient_clip_val)
         return (
             self._options.overlap
             and self._module.automatic_optimization
-            and not clips_itself
             and not gradients_are_seen(trainer, self._module)
             # A plugin of the user's own may change gradients in its `optimizer_step`.
             and type(self.precision_plugin).__module__.startswith("lightning.")
         )
+
+    def _clips_itself(self) -> bool:
+        """Return True if Lightning clips the gradients of each rank."""
+        clip_val = self._module.trainer.gradient_clip_val
+        return not self._ranks_wait_for_each_other and bool(clip_val)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -345,6 +333,12 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         """Return the state of an optimizer; of one on the servers only on rank 0."""
         inner = unwrapped(optimizer)
         if self._session is None or self._keys is None or not self.is_global_zero:
+            if self._has_lost_states:
+                rank_zero_warn(
+                    "The servers have ended with the failed run, so this checkpoint has no state "
+                    "of the optimizer. To resume, use one that was saved before, or in "
+                    "on_exception of a callback."
+                )
             return super().optimizer_state(optimizer)
         try:
             fill_state(self._keys, inner, self._session.states, self.state_directory)
@@ -354,33 +348,45 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             dict.clear(inner.state)
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state of the module; while ranks train without waiting for each other, all
+        must call it, and rank 0 has the updates by the pushes of all of them."""
+        self._take_latest_values()
+        return super().lightning_module_state_dict()
+
+    def _take_latest_values(self) -> None:
+        session, connection = self._session, self._connection
+        is_running = self._module.trainer.state.status == TrainerStatus.RUNNING
+        if session is None or connection is None or self._ranks_wait_for_each_other:
+            return
+        # After a failure, other ranks may not come here.
+        if is_running and not self._end_pushes(session, connection) and self.is_global_zero:
+            session.refresh()
+            if self._updates is not None:
+                self._updates.note_values()
+
+    def _end_pushes(self, session: WorkerSession, connection: Connection) -> bool:
+        """Let values and states from the servers have the pushes of all ranks; return True if a
+        callback has put other values there, such as averages."""
+        has_edits = self._updates is not None and self._updates.are_edited()
+        is_edited = connection.any_rank(has_edits)
+        if not self._ranks_wait_for_each_other:
+            numbers = connection.gather(list(map(float, session.numbers())))
+            session.end_pushes([list(map(int, one)) for one in numbers])
+        return is_edited
+
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        # A checkpoint of weights alone has no optimizer states, and needs no residuals.
-        if self._has_residuals and "optimizer_states" in checkpoint:
-            pushes = self._all_pushes()
-            if pushes is not None and any(pushes):
-                checkpoint[CHECKPOINT_KEY] = pushes
+        self._residuals.add_to(checkpoint, self._session, self._gathered)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _all_pushes(self) -> list[SavedPushes] | None:
-        """Return the states of all ranks' codecs on rank 0; None if there are none."""
-        own = self._kept_pushes if self._session is None else self._session.saved_pushes()
-        if own is None:
-            # No step has used those of the loaded checkpoint.
-            return self._loaded_pushes
-        gathered = self._gathered({"pushes": own}, "residuals")
-        return None if gathered is None else [one["pushes"] for one in gathered]
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        pushes = checkpoint.pop(CHECKPOINT_KEY, None)
-        if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._loaded_pushes = pushes
-            # Without a codec, the first push takes them.
-            self._has_residuals |= pushes is not None
+        is_used = self._module.trainer.state.fn == TrainerFn.FITTING
+        self._residuals.take_from(checkpoint, is_used=is_used)
         return checkpoint
 
     @override
@@ -392,12 +398,8 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         if self._report is not None:
             # Before the other ranks leave.
             self._report.finish()
-        # A callback, such as weight averaging, may have put other weights there for good.
-        has_edits = self._updates is not None and self._updates.are_edited()
-        is_edited = self._connection.any_rank(has_edits)
+        is_edited = self._end_pushes(self._session, self._connection)
         if not self._ranks_wait_for_each_other:
-            numbers = self._connection.gather(list(map(float, self._session.numbers())))
-            self._session.end_pushes([list(map(int, one)) for one in numbers])
             if is_edited:
                 # Each rank has averaged the weights that it had.
                 for parameter in self._module.parameters():
@@ -425,18 +427,21 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         if updates is not None:
             updates.close()
         if session is not None:
-            self._kept_pushes = session.saved_pushes()
+            self._residuals.keep(session)
             # After a failure, servers of another process or rank may have ended, too.
             session.leave(None if connection is not None else _LEAVE_SECONDS_AFTER_FAILURE)
-        if connection is not None:
-            # A rank that has not left yet would wait for the servers.
-            connection.any_rank(False)
-        if hosted is not None:
-            hosted.close()
+        try:
+            if connection is not None:
+                # A rank that has not left yet would wait for the servers.
+                connection.any_rank(False)
+        finally:
+            if hosted is not None:
+                hosted.close()
 
     @override
     def teardown(self) -> None:
         connection, self._connection = self._connection, None
+        self._has_lost_states |= self._session is not None
         try:
             self._end_session(connection if self._ends_on_all_ranks else None)
         finally:

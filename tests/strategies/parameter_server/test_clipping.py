@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -195,13 +198,18 @@ def test_clipping_by_value_before_the_norm_is_refused() -> None:
         train(["backward", "clip by value", "clip by norm"], Clipping())
 
 
+def clipping_trainer(bound: float | None, algorithm: str) -> Any:
+    return SimpleNamespace(gradient_clip_val=bound, gradient_clip_algorithm=algorithm)
+
+
 def test_the_bounds_of_a_trainer_hold_in_every_step() -> None:
     for action in ("clip by norm", "clip by value"):
         algorithm, bound = BOUNDS[action]
-        fixed = Clipping(trainer_bounds(bound, algorithm))
+        fixed = Clipping(partial(trainer_bounds, clipping_trainer(bound, algorithm)))
         ours = train(["backward", "step", "zero to none", "backward", "scale", "step"], fixed)
         plain = train(
             ["backward", action, "step", "zero to none", "backward", "scale", action, "step"], None
         )
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, plain, strict=True))
-    assert trainer_bounds(None, None) == trainer_bounds(0, "norm") == ClippingBounds()
+    for bound in (None, 0):
+        assert trainer_bounds(clipping_trainer(bound, "norm")) == ClippingBounds()

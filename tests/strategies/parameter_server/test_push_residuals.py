@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_dlres.strategies.parameter_server.strategy import CHECKPOINT_KEY
+from lightning_dlres.strategies.parameter_server.residuals import CHECKPOINT_KEY
 from tests.strategies.parameter_server.test_training import BATCHES, distance, fit
 from tests.support.rank_pool import RankPool
 

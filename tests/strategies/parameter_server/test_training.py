@@ -91,6 +91,8 @@ class Regression(LightningModule):
             optimizer = torch.optim.Adagrad(parameters, lr=0.05)
         elif self._optimizer == "adafactor":
             optimizer = torch.optim.Adafactor(parameters, lr=0.05)
+        elif self._optimizer == "none":
+            return None
         elif self._optimizer == "lbfgs":
             return torch.optim.LBFGS(parameters)
         else:
@@ -140,12 +142,13 @@ def fit(
     resume: str | None = None,
     evaluate: bool = False,
     precision_plugin: Any = None,
+    kind: type[Regression] = Regression,
     **trainer_options: Any,
 ) -> dict[str, Any]:
     """Train with parameter servers, or plainly on the joint batch if `options` is None."""
     torch.set_num_threads(1)
     seed_everything(5, verbose=False)
-    module = Regression(**model)
+    module = kind(**model)
     generator = torch.Generator().manual_seed(4)
     data = TensorDataset(
         torch.randn(BATCH * BATCHES, 64, generator=generator),
@@ -320,6 +323,11 @@ def test_an_optimizer_that_servers_cannot_make_is_refused(pool: RankPool) -> Non
         pool.run(fit, 1, {}, ranks=1, model={"optimizer": "lbfgs"})
 
 
+def test_a_module_without_an_optimizer_is_refused(pool: RankPool) -> None:
+    with pytest.raises(RankFailure, match="must return an optimizer for a parameter server"):
+        pool.run(fit, 1, {}, ranks=1, model={"optimizer": "none"})
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -339,6 +347,7 @@ def test_an_optimizer_that_servers_cannot_make_is_refused(pool: RankPool) -> Non
         ({"codec": "zip"}, "codec must be one of"),
         ({"codec_options": {"clip": 1}}, "codec_options must be None"),
         ({"key_bytes": "1KiB"}, "key_bytes must be"),
+        ({"key_bytes": "257MiB"}, "key_bytes must be 64 KiB to 256 MiB"),
         ({"overlap": 1}, "overlap must be"),
         ({"worker_deadline": 0}, "worker_deadline must be"),
         ({"key": "me.key_secret"}, "key must be given together with server_key"),

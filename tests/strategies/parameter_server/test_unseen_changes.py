@@ -12,8 +12,9 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import Precision
 
+from lightning_dlres.paramserver.execute.worker.edited_parameters import EditedParameters
 from lightning_dlres.strategies.parameter_server.remote_update import _PushedGradient
-from tests.strategies.parameter_server.test_training import distance, fit
+from tests.strategies.parameter_server.test_training import Regression, distance, fit
 from tests.support.rank_pool import RankFailure, RankPool
 
 ARGUMENTS: dict[str, Any] = {"model": {"optimizer": "sgd"}, "ranks": 2}
@@ -157,3 +158,91 @@ def test_nan_is_no_change() -> None:
     gradient = torch.full((5,), math.nan)
     pushed = _PushedGradient(gradient)
     assert not pushed.has_changed(gradient)
+
+
+class RawSteps(Regression):
+    """Manual optimization that steps torch's optimizer, and not Lightning's wrapper.
+
+    Args:
+        optimizer: Name of the optimizer.
+        by_trainer: Whether the optimizer is that of the Trainer.
+    """
+
+    def __init__(self, optimizer: str, *, by_trainer: bool) -> None:
+        super().__init__(optimizer, manual=True)
+        self._by_trainer = by_trainer
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        if self._by_trainer:
+            return self.trainer.optimizers[0]
+        return super().optimizers(use_pl_optimizer=False)
+
+
+@pytest.mark.parametrize("by_trainer", [True, False])
+def test_a_raw_optimizer_updates_on_the_servers(pool: RankPool, by_trainer: bool) -> None:
+    arguments: dict[str, Any] = {"model": {"optimizer": "sgd", "by_trainer": by_trainer}}
+    (plain,) = pool.run(fit, 1, None, kind=RawSteps, ranks=1, **arguments)
+    ours = pool.run(fit, 2, {}, kind=RawSteps, ranks=2, **arguments)
+    assert all(distance(rank["weights"], plain["weights"]) < 2e-5 for rank in ours)
+
+
+class OtherClipping(Callback):
+    """The Trainer's bound of the norm changes in training.
+
+    Args:
+        first, then: Bounds before and after the fourth batch.
+    """
+
+    def __init__(self, first: float | None, then: float | None) -> None:
+        self._first, self._then = first, then
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        trainer.gradient_clip_val = self._first if batch_idx < 4 else self._then
+
+
+@pytest.mark.parametrize("bounds", [(None, 0.02), (0.02, None), (0.5, 0.02)])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_trainers_bound_may_change(pool: RankPool, bounds: Any, overlap: bool) -> None:
+    arguments: dict[str, Any] = {**ARGUMENTS, "callbacks": (partial(OtherClipping, *bounds),)}
+    (plain,) = pool.run(fit, 1, None, **arguments)
+    for rank in pool.run(fit, 2, {"overlap": overlap}, **arguments):
+        assert distance(rank["weights"], plain["weights"]) < 2e-5
+
+
+class FreezeOnce(Callback):
+    """The network is frozen after one backward, and trained again from the next epoch on."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 3:
+            pl_module.net.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net.requires_grad_(True)
+
+
+def test_a_layer_may_be_frozen_before_its_step_and_trained_later(pool: RankPool) -> None:
+    arguments: dict[str, Any] = {**ARGUMENTS, "callbacks": (FreezeOnce,), "max_epochs": 2}
+    arguments["model"] = {"optimizer": "sgd", "trains_all": True}
+    (plain,) = pool.run(fit, 1, None, kind=PartlyFrozen, **arguments)
+    for rank in pool.run(fit, 2, {}, kind=PartlyFrozen, **arguments):
+        assert distance(rank["weights"], plain["weights"]) < 2e-5
+
+
+class PartlyFrozen(Regression):
+    """Network whose last layer stays trained while the others are frozen."""
+
+    def __init__(self, optimizer: str, *, trains_all: bool) -> None:
+        super().__init__(optimizer)
+        self.frozen.requires_grad_(trains_all)
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_permuted_weights_have_changed(is_contiguous: bool) -> None:
+    parameter = torch.nn.Parameter(torch.randn(6, 8)[:, :: 1 if is_contiguous else 2])
+    edits = EditedParameters({"p": parameter})
+    edits.remember()
+    with torch.no_grad():
+        parameter.copy_(parameter.roll(1, 0))
+    assert edits.names() == ["p"]
