@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_dlres.core._compat import StorageReference, storage_reference
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.mirror.profile.history import is_per_parameter
 from lightning_dlres.paramserver.execute.server.optimizers import (
@@ -27,7 +30,7 @@ class ModelKeys:
         keys: All keys.
         parameters: Parameters that have keys, by name.
         by_parameter: Keys of each parameter.
-        groups: Optimizer and group of each parameter, as indices.
+        groups: Optimizer and group of each parameter at the start, as indices.
         setups: Optimizers, as servers make them.
     """
 
@@ -37,19 +40,29 @@ class ModelKeys:
     groups: Mapping[nn.Parameter, tuple[int, int]]
     setups: tuple[OptimizerSetup, ...]
 
-    def require_known(self, optimizer: Optimizer) -> None:
-        """Raise if an optimizer has gained parameters since the keys were made.
+    def places(self, optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, tuple[int, int]]:
+        """Return the present optimizer and group of each parameter, as indices.
 
         Raises:
-            ConfigError: If it has; the message says how many.
+            ConfigError: If an optimizer has gained parameters since the keys were made; the message
+                says how many.
         """
-        new = [p for g in optimizer.param_groups for p in g["params"] if p not in self.groups]
+        places = {
+            parameter: (index, number)
+            for index, optimizer in enumerate(optimizers)
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        new = sum(
+            p not in self.groups or self.groups[p][0] != index for p, (index, _) in places.items()
+        )
         if new:
             raise ConfigError(
-                f"the optimizer must keep its parameters with a parameter server, got {len(new)} "
+                f"the optimizer must keep its parameters with a parameter server, got {new} "
                 "new ones. Give it all parameters in configure_optimizers, and freeze those of "
                 "later epochs with requires_grad=False."
             )
+        return places
 
 
 def keys_of(
@@ -128,3 +141,55 @@ def _check_parameters(
                 f"parameters must have a floating-point dtype for a parameter server, got {name} "
                 f"of {parameter.dtype}. {fix}"
             )
+    _require_separate(parameters)
+
+
+def _require_separate(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise if two parameters have elements in the same memory.
+
+    Servers would hold two values of such an element.
+
+    Raises:
+        ConfigError: If they have.
+    """
+    by_storage: dict[StorageReference, list[str]] = {}
+    for name, parameter in parameters.items():
+        if parameter.numel():
+            by_storage.setdefault(storage_reference(parameter), []).append(name)
+    for names in by_storage.values():
+        # In most models no parameter begins before the one before it has ended.
+        names.sort(key=lambda name: _extent(parameters[name]))
+        for first, second in itertools.pairwise(names):
+            if _extent(parameters[second])[0] < _extent(parameters[first])[1]:
+                _require_no_overlap({name: parameters[name] for name in names})
+                break
+
+
+def _extent(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return the first byte of a parameter in its storage, and the one after its last."""
+    last = sum(s * (n - 1) for s, n in zip(parameter.stride(), parameter.shape, strict=True))
+    first, size = parameter.storage_offset(), parameter.element_size()
+    return first * size, (first + last + 1) * size
+
+
+def _require_no_overlap(parameters: Mapping[str, nn.Parameter]) -> None:
+    names, owners = list(parameters), np.zeros(_end(parameters), np.uint32)
+    for number, parameter in enumerate(parameters.values(), 1):
+        size = parameter.element_size()
+        # By byte of the storage: number of the parameter there, from 1 on.
+        own = np.lib.stride_tricks.as_strided(
+            owners[parameter.storage_offset() * size :],
+            (*parameter.shape, size),
+            (*(4 * size * stride for stride in parameter.stride()), 4),
+        )
+        if own.any():
+            raise ConfigError(
+                "parameters must have memory of their own for a parameter server, got "
+                f"{names[int(own.max()) - 1]} and {names[number - 1]} in the same memory. Register "
+                "one Parameter in both places to tie them."
+            )
+        own[...] = number
+
+
+def _end(parameters: Mapping[str, nn.Parameter]) -> int:
+    return max(_extent(parameter)[1] for parameter in parameters.values())

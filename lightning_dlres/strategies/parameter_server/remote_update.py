@@ -9,7 +9,7 @@ as usual.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -104,6 +104,8 @@ class RemoteUpdates:
         self._pushed: dict[nn.Parameter, _PushedGradient] = {}
         # Gradients that the optimizer must not see.
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        # Optimizer and group of each parameter in this step; None before its first push.
+        self._places: dict[nn.Parameter, tuple[int, int]] | None = None
         # Options of each group in this step, as msgpack.
         self._options: dict[tuple[int, int], bytes] = {}
         self._handles: list[RemovableHandle] = [
@@ -151,7 +153,7 @@ class RemoteUpdates:
         self._clipping.renew(parameter)
         # Another hook may change the gradient after this one.
         is_early = self._may_push_early() and not has_foreign_gradient_hooks(parameter)
-        if is_early and parameter.grad is not None:
+        if is_early and parameter.grad is not None and parameter in self._step_places():
             if parameter in self._pushed:
                 raise UnsupportedStepError(
                     "backward must run once in a step that overlaps with pushes, but it made a "
@@ -161,6 +163,11 @@ class RemoteUpdates:
             self._push(parameter, self._clipping.of(optimizer))
             self._pushed[parameter] = _PushedGradient(parameter.grad)
 
+    def _step_places(self) -> dict[nn.Parameter, tuple[int, int]]:
+        if self._places is None:
+            self._places = self._keys.places(self._optimizers)
+        return self._places
+
     def _push(self, parameter: nn.Parameter, bounds: ClippingBounds) -> None:
         gradient = parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
@@ -168,7 +175,7 @@ class RemoteUpdates:
                 "gradients must be dense for a parameter server, got a sparse one of shape "
                 f"{tuple(gradient.shape)}. Use nn.Embedding(..., sparse=False)."
             )
-        place = self._keys.groups[parameter]
+        place = self._step_places()[parameter]
         if place not in self._options:
             self._options[place] = self._encoded_options(place)
         for key in reversed(self._keys.by_parameter[parameter]):
@@ -193,7 +200,9 @@ class RemoteUpdates:
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
-        self._keys.require_known(optimizer)
+        if not self._pushed:
+            self._places = None
+        places = self._step_places()
         self._require_unedited()
         if type(optimizer.state) is not _EmptyState or any(optimizer.state.values()):
             raise UnsupportedStepError(
@@ -202,7 +211,7 @@ class RemoteUpdates:
                 "of your own skip parameters whose grad is None."
             )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._require_unchanged()
+        self._require_unchanged(places)
         bounds = self._clipping.of(optimizer)
         # In the order in which backward makes gradients, as far as that is known. Other workers
         # wait for a parameter that is trained, also if it has no gradient here. Optimizers use
@@ -220,6 +229,7 @@ class RemoteUpdates:
         self._edits.remember(landed)
         self._pushed.clear()
         self._options.clear()
+        self._places = None
         self._hidden = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None
@@ -244,12 +254,20 @@ class RemoteUpdates:
                 "another strategy."
             )
 
-    def _require_unchanged(self) -> None:
+    def _require_unchanged(self, places: Mapping[nn.Parameter, tuple[int, int]]) -> None:
         """Raise if code has changed what was pushed already.
 
+        Args:
+            places: Optimizer and group of each parameter at the first push.
+
         Raises:
-            UnsupportedStepError: If a gradient or an option has changed.
+            UnsupportedStepError: If a gradient, an option or a group has changed.
         """
+        if self._pushed and self._keys.places(self._optimizers) != places:
+            raise UnsupportedStepError(
+                "a group of the optimizer was changed after gradients were pushed to the servers. "
+                "Set ParameterServerStrategy(overlap=False)."
+            )
         for parameter, pushed in self._pushed.items():
             if pushed.has_changed(parameter.grad):
                 raise UnsupportedStepError(

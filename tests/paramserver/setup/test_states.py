@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn, optim
 
 from lightning_dlres.core.errors import ConfigError
@@ -93,7 +96,7 @@ def test_new_parameters_are_refused() -> None:
     keys = keys_of(model, [optimizer], 1, 64 << 10)
     optimizer.add_param_group({"params": [model.bias]})
     with pytest.raises(ConfigError, match="must keep its parameters"):
-        keys.require_known(optimizer)
+        keys.places([optimizer])
 
 
 @pytest.mark.parametrize(
@@ -105,3 +108,41 @@ def test_parameters_that_are_no_real_numbers_are_refused(dtype: torch.dtype, fix
     model.register_parameter("other", nn.Parameter(torch.zeros(2, dtype=dtype), False))
     with pytest.raises(ConfigError, match=fix):
         keys_of(model, [optim.SGD(model.parameters())], 1, 64 << 10)
+
+
+def test_parameters_may_move_between_groups_and_leave() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}])
+    keys = keys_of(model, [optimizer], 1, 64 << 10)
+    assert keys.places([optimizer]) == {model.weight: (0, 0), model.bias: (0, 1)}
+    optimizer.param_groups[1]["params"] = [model.weight]
+    del optimizer.param_groups[0]
+    assert keys.places([optimizer]) == {model.weight: (0, 0)}
+    others = [optim.SGD([torch.zeros(1, requires_grad=True)]), optimizer]
+    with pytest.raises(ConfigError, match="must keep its parameters"):
+        keys.places(others)
+
+
+layouts = st.tuples(
+    st.integers(0, 12),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=2),
+)
+
+
+@given(st.lists(layouts, min_size=2, max_size=4))
+def test_parameters_in_the_same_memory_are_refused(places: list[Any]) -> None:
+    memory = torch.zeros(64)
+    model = nn.Module()
+    elements: list[set[int]] = []
+    for number, (offset, axes) in enumerate(places):
+        shape, strides = zip(*axes, strict=True)
+        view = torch.as_strided(memory, shape, strides, offset)
+        model.register_parameter(f"p{number}", nn.Parameter(view))
+        indices = torch.as_strided(torch.arange(64), shape, strides, offset)
+        elements.append(set(indices.flatten().tolist()))
+    optimizer = optim.SGD(model.parameters())
+    if any(a & b for a, b in itertools.combinations(elements, 2)):
+        with pytest.raises(ConfigError, match="in the same memory"):
+            keys_of(model, [optimizer], 1, 64 << 10)
+    else:
+        assert len(keys_of(model, [optimizer], 1, 64 << 10).keys) == len(places)

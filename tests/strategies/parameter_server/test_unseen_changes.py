@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,3 +247,52 @@ def test_permuted_weights_have_changed(is_contiguous: bool) -> None:
     with torch.no_grad():
         parameter.copy_(parameter.roll(1, 0))
     assert edits.names() == ["p"]
+
+
+class OtherGroups(Callback):
+    """Groups of the optimizer change before the fourth batch.
+
+    Args:
+        change: Which change: "emptied", "moved" or "deleted".
+    """
+
+    def __init__(self, change: str) -> None:
+        self._change = change
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        groups = trainer.optimizers[0].param_groups
+        if batch_idx != 4:
+            return
+        if self._change == "emptied":
+            groups[0]["params"] = []
+        elif self._change == "deleted":
+            del groups[0]
+        else:
+            groups[1]["params"].append(groups[0]["params"].pop())
+
+
+class TwoRates(Regression):
+    """Network whose optimizer has two groups with different rates."""
+
+    def configure_optimizers(self) -> Any:
+        first = [*self.net[0].parameters(), *self.net[1].parameters()]
+        groups = [
+            {"params": first, "lr": 0.05},
+            {"params": list(self.net[3].parameters()), "lr": 0.01},
+        ]
+        return torch.optim.SGD(groups, momentum=0.9)
+
+
+@pytest.mark.parametrize("change", ["emptied", "moved", "deleted"])
+def test_groups_may_change_between_steps(pool: RankPool, change: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {**ARGUMENTS, "kind": TwoRates}
+    arguments["callbacks"] = (partial(OtherGroups, change),)
+    path = str(tmp_path / "groups.ckpt")
+    (plain,) = pool.run(fit, 1, None, **arguments)
+    for rank in pool.run(fit, 2, {}, save=path, **arguments):
+        assert distance(rank["weights"], plain["weights"]) < 2e-5
+    saved = torch.load(path, weights_only=True)["optimizer_states"][0]
+    indices = {index for group in saved["param_groups"] for index in group["params"]}
+    assert saved["state"].keys() == indices

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_dlres.core.errors import ConfigError, ProtocolError, text_of
+from lightning_dlres.core.errors import ConfigError, ProtocolError, got_expected, text_of
 from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.mirror.profile.history import PER_PARAMETER
 from lightning_dlres.paramserver.execute.server.push_updates import PushStep
@@ -43,7 +43,16 @@ def register_server_optimizer(optimizer: type[Optimizer]) -> type[Optimizer]:
     without a closure, and ranks call it with all gradients None. The function may be used as a
     decorator.
     `dlres ps serve --optimizer module:Class` registers a class, too.
+
+    Raises:
+        ConfigError: If its `step` needs a closure.
     """
+    parameters = list(inspect.signature(optimizer.step).parameters.values())
+    # The first parameter is the optimizer itself.
+    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[1:]):
+        got = f"{optimizer.__name__}.step{inspect.signature(optimizer.step)}"
+        rule = "a class whose step() needs no closure"
+        raise ConfigError(got_expected("optimizer", got, rule, "closure=None"))
     _registry[optimizer_name(optimizer)] = optimizer
     return optimizer
 
@@ -276,7 +285,10 @@ def _make_optimizer(setup: OptimizerSetup, parameters: list[nn.Parameter]) -> Op
         # One group: each update comes with the options of its own.
         optimizer = kind(parameters)  # type: ignore[call-arg]
     except Exception as error:  # A registered class may raise anything.
-        raise ProtocolError(f"{setup.name} cannot be made: {text_of(error)}") from error
+        raise ProtocolError(
+            f"{setup.name} cannot be made from parameters alone: {text_of(error)}. Give its other "
+            "arguments defaults."
+        ) from error
     for options in setup.groups:
         _checked_options(optimizer, options)
     return optimizer

@@ -16,7 +16,7 @@ from lightning_dlres.core.arrays import byte_array
 from lightning_dlres.core.wire.checksum import checksum_of
 
 # Integers of the same size as elements, and elements that are taken at a time, for the digests of
-# tensors that are not in plain memory of the host.
+# tensors on a device.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART = 1 << 20
 
@@ -57,8 +57,8 @@ def digest_of(tensor: Tensor) -> int:
 
     It passes once over the memory. Equal numbers of different values are possible, but rare.
     """
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        return checksum_of(byte_array(tensor).data)
+    if tensor.device.type == "cpu":
+        return checksum_of(byte_array(tensor.contiguous()).data)
     flat = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
     total = 0
     for start in range(0, len(flat), _PART):

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-# Bytes of pushes by which a link may be ahead, for each server.
-_BYTES_PER_SERVER = 1.25 * (1 << 20)
+# Bytes of pushes by which a link may be ahead: some of its own, and those to each other server.
+_OWN_BYTES, _OTHER_BYTES = 0.5 * (1 << 20), 1.5 * (1 << 20)
 
 
 class PushLead:
@@ -27,7 +27,7 @@ class PushLead:
         # By server: keys of the pushes without an answer, in the order in which they were sent, and
         # their positions in bytes.
         self._positions: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(servers)]
-        self._most = _BYTES_PER_SERVER * servers
+        self._most = _OWN_BYTES + _OTHER_BYTES * (servers - 1)
         # By server: what wakes a link that waits for the answers of other servers.
         self._waiting: dict[int, Callable[[], None]] = {}
         # Clock at the last answer of a server.

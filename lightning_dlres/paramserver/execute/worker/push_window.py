@@ -30,7 +30,7 @@ _IN_FLIGHT_BYTES = 2 << 20
 _UNANSWERED_BYTES, _BYTES_PER_SECOND = 4 << 20, 500e6
 # The same while values come this many seconds after their notices: fewer bytes, and further ones
 # for the pushes of so many seconds at the rate of late.
-_LEAST_DELAY, _UNMERGED_BYTES, _UNMERGED_SECONDS = 0.05, 1.25 * (1 << 20), 0.04
+_LEAST_DELAY, _UNMERGED_BYTES, _UNMERGED_SECONDS = 0.05, 512 << 10, 0.04
 # Bounds of the wait for an answer in seconds, and its length in longest intervals of two answers.
 _LEAST_WAIT, _LONGEST_WAIT, _INTERVALS = 0.02, 0.25, 2
 # Part of the longest interval that is kept with each answer, so that an old one is forgotten.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.paramserver.execute.server.optimizers import (
     ServerOptimizers,
     group_options,
@@ -131,3 +131,20 @@ def test_what_servers_cannot_keep_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(ProtocolError, match=re.escape(words)):
         servers_of(kind, {"lr": 1.0})
+
+
+def test_an_optimizer_that_needs_a_closure_cannot_be_registered() -> None:
+    with pytest.raises(
+        ConfigError, match="optimizer must be a class whose step\\(\\) needs no closure"
+    ):
+        register_server_optimizer(torch.optim.LBFGS)
+
+
+def test_arguments_without_defaults_are_named() -> None:
+    @register_server_optimizer
+    class NeedsRate(_Own):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, lr)
+
+    with pytest.raises(ProtocolError, match="'lr'. Give its other arguments defaults"):
+        servers_of(NeedsRate, {"lr": 1.0})
