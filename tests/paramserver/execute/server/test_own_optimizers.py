@@ -135,7 +135,7 @@ def test_what_servers_cannot_keep_is_refused_at_the_start(
 
 def test_an_optimizer_that_needs_a_closure_cannot_be_registered() -> None:
     with pytest.raises(
-        ConfigError, match="optimizer must be a class whose step\\(\\) needs no closure"
+        ConfigError, match=r"optimizer must be a class whose step\(\) needs no closure"
     ):
         register_server_optimizer(torch.optim.LBFGS)
 
