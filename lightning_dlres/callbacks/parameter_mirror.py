@@ -49,26 +49,26 @@ _ZEROING_HOOK = "on_before_zero_grad"
 class ParameterMirror(Callback):
     """Callback that trains models whose parameters and optimizer exceed the device's memory.
 
-    All parameters, gradients and optimizer histories lie in host memory, or in files on a local
-    disk: the mirror. A history is an optimizer's state of a parameter, such as its momentum.
+    All parameters, gradients and optimizer histories lie in one region of host memory, or in a file
+    on a local disk. A history is an optimizer's state of a parameter, such as its momentum.
     Optimizers update parameters and histories there, in place. The device has only a window of
     layers: the parameters of a layer come just before it runs, in forward and in backward, and its
     gradients leave as soon as they are made. The first steps learn the order of the layers and
     their times; a plan then fetches each layer ahead of its use.
 
-    On a GPU, the mirror is pinned host memory, and copies run while the GPU computes. On a CPU, the
-    window is memory of the process, and the mirror is of use in files.
+    On a GPU, the region is pinned host memory, and copies run while the GPU computes. On a CPU, the
+    window is memory of the process, and the region is of use as a file.
 
     Gradients and weights are those of plain training with the same optimizer, bitwise on a CPU. On
     a GPU they differ by rounding, since the processor updates the parameters. With the strategy
     `dlres_parameter_server`, the histories are on the servers, and new parameters arrive in the
-    mirror.
+    region.
 
     Args:
         window: Bytes of parameters on the device at once. "auto": the smallest window whose
             predicted step is at most 2 % longer than with all layers on the device. "min": one
             layer at a time.
-        disk: Directory on a fast local disk, for files that hold the mirror. None: host memory.
+        disk: Directory on a fast local disk, for a file that holds the region. None: host memory.
         update: "after_backward" lets the optimizer update all layers after backward, as plain
             training does. "layerwise" updates each layer amid backward, as soon as its gradients
             are complete, in steps without clipping, loss scaler and hooks between backward and the

@@ -49,8 +49,8 @@ _UNMEASURED_SPEED = 1e9
 class Mirror:
     """Mirror of one model.
 
-    All parameters, gradients and optimizer histories move to host memory, to one region for each
-    kind. The parameters of a layer are on the device only around its use.
+    All parameters, gradients and optimizer histories move to one region of host memory. The
+    parameters of a layer are on the device only around its use.
 
     Args:
         model: The model.
@@ -62,7 +62,7 @@ class Mirror:
 
     Attributes:
         units: Units of the model.
-        table: Table of the regions.
+        table: Table of the region.
         aliased: Names of the parameters whose former memory other tensors use, too. Those tensors
             do not see updates any more.
         window: Copies on the device.
@@ -211,10 +211,7 @@ class Mirror:
         )
 
     def close(self) -> None:
-        """Remove all hooks. Parameters, gradients and history stay in the mirror.
-
-        The memory of gradients and history ends with the last of these tensors.
-        """
+        """Remove all hooks. Parameters, gradients and history stay in the mirror."""
         if not self.is_open:
             return
         self.is_open = False
@@ -224,7 +221,7 @@ class Mirror:
         self._gradients.close()
         for history in self._histories:
             history.close()
-        # They keep the memory of their history, and the report of a closed mirror may be kept.
+        # The report of a closed mirror may be kept for long, but its optimizers need not.
         self._histories, self._optimizers = [], ()
         self.window.close()
         self._updates.close()
@@ -254,7 +251,7 @@ class Mirror:
         )
 
     def report(self) -> str:
-        """Return the summary, and the tables of the regions and of the plan, as Markdown."""
+        """Return the summary, and the tables of the region and of the plan, as Markdown."""
         tables = [self.table.table()]
         if self.plan is not None:
             tables.append(self.plan.table())

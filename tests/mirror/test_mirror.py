@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_dlres.mirror.config import MirrorConfig
 from lightning_dlres.mirror.execute.window import Window
 from lightning_dlres.mirror.mirror import Mirror, fetch_cost
-from lightning_dlres.mirror.plan.region_table import KINDS
 
 LAYER = 4 * 32 * 32 + 512
 
@@ -100,10 +99,12 @@ def test_the_region_has_one_place_for_each_tensor() -> None:
     assert table.bytes_of("parameter") == table.bytes_of("gradient") == parameters
     # Histories of biases are smaller than the least size.
     assert table.bytes_of("history") == 2 * 2 * 4 * 32 * 32
-    for kind in KINDS:
-        spans = sorted((offset, offset + item.nbytes) for item, offset in table.places(kind))
-        assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
-        assert spans[-1][1] <= table.sizes[kind]
+    spans = sorted(
+        (offset, offset + item.nbytes)
+        for item, offset in zip(table.items, table.offsets, strict=True)
+    )
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
+    assert spans[-1][1] <= table.nbytes
     states = optimizer.state[model[0].weight]
     assert not states["exp_avg"].untyped_storage().resizable()
     mirror.close()

@@ -45,28 +45,10 @@ def temporary_file(directory: Path, name: str, nbytes: int) -> tuple[int, str]:
         os.unlink(path)
         if error.errno not in (errno.ENOSPC, errno.EFBIG):
             raise
-        raise _no_space(directory, nbytes) from error
+        state = os.statvfs(directory)
+        free = format_bytes(state.f_bavail * state.f_frsize)
+        raise ConfigError(
+            f"directory must have {format_bytes(nbytes)} of free space, got {free} in {directory}. "
+            "Free some space, or use another directory or a smaller size."
+        ) from error
     return descriptor, path
-
-
-def require_free_space(directory: Path, nbytes: int) -> None:
-    """Check that a directory has space for files of `nbytes` bytes together.
-
-    Raises:
-        ConfigError: If it has less.
-    """
-    if nbytes > _free_bytes(directory):
-        raise _no_space(directory, nbytes)
-
-
-def _free_bytes(directory: Path) -> int:
-    state = os.statvfs(directory)
-    return state.f_bavail * state.f_frsize
-
-
-def _no_space(directory: Path, nbytes: int) -> ConfigError:
-    return ConfigError(
-        f"directory must have {format_bytes(nbytes)} of free space, got "
-        f"{format_bytes(_free_bytes(directory))} in {directory}. Free some space, or use another "
-        "directory or a smaller size."
-    )

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from lightning_dlres.core.host.disk import require_free_space
 from lightning_dlres.mirror.execute.region import MirrorRegion
-from lightning_dlres.mirror.plan.region_table import Kind, RegionItem, RegionTable, make_table
+from lightning_dlres.mirror.plan.region_table import Kind, RegionItem, make_table
 from lightning_dlres.mirror.profile.units import ParameterUnit
 
 # Tensors that are like the history of each parameter, by the key of its state.
@@ -17,17 +16,17 @@ History = Mapping[nn.Parameter, Mapping[str, Tensor]]
 
 
 class MirrorPlaces:
-    """Places of all tensors of a mirror. Their memory ends with the last tensor of each kind.
+    """Places of all tensors of a mirror, in one region. Its memory ends with the last of them.
 
     Args:
         units: Units of the model.
         histories: History of each optimizer, without memory.
-        directory: Directory of files with the memory; None: host memory.
+        directory: Directory of a file with the memory; None: host memory.
         pinned: Lock host memory, so that copies of a GPU overlap with computation.
         has_gradients: False leaves out the places of gradients.
 
     Attributes:
-        table: Table of the regions.
+        table: Table of the region.
         unit_memories: Values of each unit's parameters, uint8[nbytes] each.
         values: Values of each unit's parameters.
         gradients: Place of each parameter's gradient.
@@ -57,15 +56,14 @@ class MirrorPlaces:
             )
             for (kind, unit, name), tensor in like.items()
         )
-        regions = _make_regions(self.table, directory, pinned=pinned)
+        region = MirrorRegion(self.table.nbytes, directory, pinned=pinned)
         tensors, offsets = {}, {}
         for item, offset in zip(self.table.items, self.table.offsets, strict=True):
             tensor = like[item.kind, item.unit, item.name]
-            tensors[item.kind, item.name] = regions[item.kind].tensor(offset, tensor)
+            tensors[item.kind, item.name] = region.tensor(offset, tensor)
             offsets[item.kind, item.name] = offset
         self.unit_memories = [
-            regions["parameter"].bytes_at(offsets["parameter", unit.names[0]], unit.nbytes)
-            for unit in units
+            region.bytes_at(offsets["parameter", unit.names[0]], unit.nbytes) for unit in units
         ]
         self.values = [[tensors["parameter", name] for name in unit.names] for unit in units]
         names = {p: n for unit in units for n, p in zip(unit.names, unit.parameters, strict=True)}
@@ -104,14 +102,3 @@ def _tensors(
 def _history_name(name: str, number: int, key: str) -> str:
     """Return the name of an item of history; several optimizers may update one parameter."""
     return f"{name}/{number}/{key}"
-
-
-def _make_regions(
-    table: RegionTable, directory: Path | None, *, pinned: bool
-) -> dict[Kind, MirrorRegion]:
-    if directory is not None:
-        # The files are made one by one, and the last must not be the first to find no space.
-        require_free_space(directory, table.nbytes)
-    return {
-        kind: MirrorRegion(nbytes, directory, pinned=pinned) for kind, nbytes in table.sizes.items()
-    }

@@ -1,4 +1,4 @@
-"""Host memory or a file, with the tensors of one kind in a `RegionTable`."""
+"""Host memory or a file, with the tensors of a `RegionTable`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST_FILE_BYTES = 1 << 16
 
 
 class MirrorRegion:
-    """Memory of a mirror for tensors of one kind.
+    """Memory of a mirror.
 
     Args:
         nbytes: Size in bytes.

@@ -1,1 +1,1 @@
-"""Plan of the mirror: table of the regions, and which layers are on the device at what time."""
+"""Plan of the mirror: table of the region, and which layers are on the device at what time."""

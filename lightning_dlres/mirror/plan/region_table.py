@@ -1,8 +1,8 @@
-"""Table of the mirror's regions, with the place of each parameter, gradient and history."""
+"""Table of the mirror's region: where each parameter, gradient and optimizer history lies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ KINDS: tuple[Kind, ...] = ("parameter", "gradient", "history")
 
 @dataclass(frozen=True, kw_only=True)
 class RegionItem:
-    """Tensor that needs a place in the region of its kind.
+    """Tensor that needs a place in the region.
 
     Attributes:
         kind: "parameter", "gradient" or "history".
@@ -36,22 +36,17 @@ class RegionItem:
 
 @dataclass(frozen=True)
 class RegionTable:
-    """Places of all items, in one region for each kind.
+    """Places of all items, in one flat region.
 
     Attributes:
         items: The items.
-        offsets: Offset of each item in its region, in bytes.
-        sizes: Size of each region in bytes. There is none for a kind without items.
+        offsets: Offset of each item in bytes.
+        nbytes: Size of the region in bytes.
     """
 
     items: tuple[RegionItem, ...]
     offsets: tuple[int, ...]
-    sizes: Mapping[Kind, int]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all regions in bytes."""
-        return sum(self.sizes.values())
+    nbytes: int
 
     def places(self, kind: Kind) -> Iterator[tuple[RegionItem, int]]:
         """Yield the items of a kind with their offsets."""
@@ -69,19 +64,19 @@ class RegionTable:
             [kind, sum(1 for _ in self.places(kind)), format_bytes(self.bytes_of(kind))]
             for kind in KINDS
         ]
-        rows.append(["all", len(self.items), format_bytes(self.nbytes)])
+        rows.append(["region", len(self.items), format_bytes(self.nbytes)])
         return render("Mirror in host memory", ["tensors", "number", "bytes"], rows)
 
 
 def make_table(items: Iterable[RegionItem]) -> RegionTable:
-    """Return a table in which the items of a unit lie together in each region.
+    """Return a table in which the items of a unit lie together, parameters before all others.
 
-    The update of a unit then walks through one part of each. The regions end with their last
-    tensors: a model outlives its optimizer, and must not keep the memory of the history.
+    The update of a unit then walks through one part of the memory. All parameters form a prefix of
+    the region, which other processes can share without the rest.
     """
-    ordered = sorted(items, key=lambda item: item.unit)
-    offsets, sizes = [], dict[Kind, int]()
+    ordered = sorted(items, key=lambda item: (item.kind != "parameter", item.unit))
+    offsets, end = [], 0
     for item in ordered:
-        offsets.append(sizes.get(item.kind, 0))
-        sizes[item.kind] = offsets[-1] + aligned(item.nbytes)
-    return RegionTable(items=tuple(ordered), offsets=tuple(offsets), sizes=sizes)
+        offsets.append(end)
+        end += aligned(item.nbytes)
+    return RegionTable(items=tuple(ordered), offsets=tuple(offsets), nbytes=end)

@@ -167,8 +167,8 @@ def _require_separate(parameters: Mapping[str, nn.Parameter]) -> None:
 
 def _extent(parameter: nn.Parameter) -> tuple[int, int]:
     """Return the first byte of a parameter in its storage, and the one after its last."""
-    last = sum(s * (n - 1) for s, n in zip(parameter.stride(), parameter.shape, strict=True))
-    first, size = parameter.storage_offset(), parameter.element_size()
+    first, size = int(parameter.storage_offset()), parameter.element_size()
+    last = sum(int(s) * (n - 1) for s, n in zip(parameter.stride(), parameter.shape, strict=True))
     return first * size, (first + last + 1) * size
 
 
