@@ -44,15 +44,21 @@ class ModelKeys:
         """Return the present optimizer and group of each parameter, as indices.
 
         Raises:
-            ConfigError: If an optimizer has gained parameters since the keys were made; the message
-                says how many.
+            ConfigError: If an optimizer has gained parameters since the keys were made, where the
+                message says how many, or has one in two groups.
         """
-        places = {
-            parameter: (index, number)
+        listed = [
+            (parameter, (index, number))
             for index, optimizer in enumerate(optimizers)
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
-        }
+        ]
+        places = dict(listed)
+        if len(places) < len(listed):
+            raise ConfigError(
+                "each parameter must be in one group of one optimizer for a parameter server, got "
+                f"{len(listed) - len(places)} in two. Remove it from the other group."
+            )
         new = sum(
             p not in self.groups or self.groups[p][0] != index for p, (index, _) in places.items()
         )
@@ -141,11 +147,11 @@ def _check_parameters(
                 f"parameters must have a floating-point dtype for a parameter server, got {name} "
                 f"of {parameter.dtype}. {fix}"
             )
-    _require_separate(parameters)
+    require_separate(parameters)
 
 
-def _require_separate(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise if two parameters have elements in the same memory.
+def require_separate(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise if two parameters that are trained have elements in the same memory.
 
     Servers would hold two values of such an element.
 
@@ -154,7 +160,7 @@ def _require_separate(parameters: Mapping[str, nn.Parameter]) -> None:
     """
     by_storage: dict[StorageReference, list[str]] = {}
     for name, parameter in parameters.items():
-        if parameter.numel():
+        if parameter.numel() and parameter.requires_grad:
             by_storage.setdefault(storage_reference(parameter), []).append(name)
     for names in by_storage.values():
         # In most models no parameter begins before the one before it has ended.

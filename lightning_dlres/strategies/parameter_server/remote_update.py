@@ -25,7 +25,7 @@ from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.paramserver.execute.server.optimizers import group_options
 from lightning_dlres.paramserver.execute.worker.edited_parameters import EditedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession, norm_scale
-from lightning_dlres.paramserver.setup.model_keys import ModelKeys
+from lightning_dlres.paramserver.setup.model_keys import ModelKeys, require_separate
 from lightning_dlres.strategies.parameter_server.clipping import Clipping, ClippingBounds
 
 # Least number of elements, spread over a gradient, that are compared.
@@ -204,6 +204,9 @@ class RemoteUpdates:
             self._places = None
         places = self._step_places()
         self._require_unedited()
+        if self._edits.have_moved():
+            # Two parameters may share their memory now.
+            require_separate(self._keys.parameters)
         if type(optimizer.state) is not _EmptyState or any(optimizer.state.values()):
             raise UnsupportedStepError(
                 "optimizer.state must be empty on a rank, since the servers hold it, got a state "

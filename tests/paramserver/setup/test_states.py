@@ -118,9 +118,19 @@ def test_parameters_may_move_between_groups_and_leave() -> None:
     optimizer.param_groups[1]["params"] = [model.weight]
     del optimizer.param_groups[0]
     assert keys.places([optimizer]) == {model.weight: (0, 0)}
+    optimizer.param_groups.append({"params": [model.weight], "lr": 0.1})
+    with pytest.raises(ConfigError, match="must be in one group of one optimizer"):
+        keys.places([optimizer])
+    del optimizer.param_groups[1]
     others = [optim.SGD([torch.zeros(1, requires_grad=True)]), optimizer]
     with pytest.raises(ConfigError, match="must keep its parameters"):
         keys.places(others)
+
+
+def test_a_frozen_alias_is_no_second_value() -> None:
+    model = nn.Linear(2, 2)
+    model.register_parameter("alias", nn.Parameter(model.weight.data, requires_grad=False))
+    assert len(keys_of(model, [optim.SGD(model.parameters())], 1, 64 << 10).keys) == 3
 
 
 layouts = st.tuples(

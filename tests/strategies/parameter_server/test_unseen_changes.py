@@ -70,6 +70,23 @@ class LateStepHook(Callback):
         trainer.optimizers[0].register_step_pre_hook(change)
 
 
+class LateAlias(Callback):
+    """Two weights with equal values share their memory from some batch on."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[0].bias.requires_grad_(False)
+        pl_module.net[1].bias.requires_grad_(False)
+        for layer in pl_module.net[:2]:
+            layer.bias.data.zero_()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step == 2:
+            first, second = pl_module.net[0].bias, pl_module.net[1].bias
+            second.data = first.data
+            first.requires_grad_(True)
+            second.requires_grad_(True)
+
+
 class NewOptimizer(Callback):
     """The optimizer is replaced in training."""
 
@@ -132,6 +149,7 @@ def test_late_changes_count_as_in_plain_training(pool: RankPool, arguments: dict
     [
         (NewOptimizer, "optimizers must stay those of the start of fit, got another SGD"),
         (LoadedState, "optimizer.state must be empty on a rank"),
+        (LateAlias, "memory of their own for a parameter server"),
         (partial(ClearedState, True), "optimizer.state must be empty on a rank"),
         (partial(ClearedState, False), "optimizer.state must stay as it is in fit"),
     ],

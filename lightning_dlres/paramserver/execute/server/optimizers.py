@@ -52,7 +52,7 @@ def register_server_optimizer(optimizer: type[Optimizer]) -> type[Optimizer]:
     if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[1:]):
         got = f"{optimizer.__name__}.step{inspect.signature(optimizer.step)}"
         rule = "a class whose step() needs no closure"
-        raise ConfigError(got_expected("optimizer", got, rule, "closure=None"))
+        raise ConfigError(got_expected("optimizer", got, rule, "such a class, or another strategy"))
     _registry[optimizer_name(optimizer)] = optimizer
     return optimizer
 
@@ -259,9 +259,10 @@ class ServerOptimizers:
             with torch.no_grad():
                 step.after(parameter, optimizer.state[parameter])
         except Exception as error:  # An optimizer may raise anything for options that it accepted.
+            hint = "" if _is_of_torch(type(optimizer)) else " Let it make its state in step()."
             raise ProtocolError(
                 f"{type(optimizer).__name__} failed at {key}: {type(error).__name__}: "
-                f"{text_of(error)}"
+                f"{text_of(error)}.{hint}"
             ) from error
         finally:
             optimizer.param_groups = groups

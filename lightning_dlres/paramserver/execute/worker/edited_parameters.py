@@ -31,6 +31,7 @@ class EditedParameters:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
         self._digests: dict[str, int] = {}
+        self._addresses: list[int] = []
 
     def remember(self, landed: Set[Tensor] = frozenset()) -> None:
         """Remember the present values of all trained parameters.
@@ -42,6 +43,12 @@ class EditedParameters:
         for name, parameter in self._parameters.items():
             if parameter.requires_grad or parameter in landed or name not in self._digests:
                 self._digests[name] = digest_of(parameter.detach())
+
+    def have_moved(self) -> bool:
+        """Return True at the first call, and if parameters have other memory than at the last."""
+        before = self._addresses
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters.values()]
+        return self._addresses != before
 
     def names(self) -> list[str]:
         """Return the names of the parameters that are trained and have changed since."""
