@@ -238,8 +238,14 @@ class RemoteUpdates:
             parameter.grad = None
         return args, kwargs
 
-    def note_values(self) -> None:
-        """Take note of values that have come from the servers between two steps."""
+    def refresh(self) -> None:
+        """Land the latest values between two steps, except those of frozen parameters that other
+        code has changed.
+
+        Raises:
+            PeerError: If a server does not answer in time.
+        """
+        self._session.refresh(without=self._edits.names(are_trained=False))
         self._edits.remember()
 
     def are_edited(self) -> bool:

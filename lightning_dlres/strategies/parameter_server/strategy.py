@@ -361,9 +361,8 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             return
         # After a failure, other ranks may not come here.
         if is_running and not self._end_pushes(session, connection) and self.is_global_zero:
-            session.refresh()
-            if self._updates is not None:
-                self._updates.note_values()
+            assert self._updates is not None
+            self._updates.refresh()
 
     def _end_pushes(self, session: WorkerSession, connection: Connection) -> bool:
         """Let values and states from the servers have the pushes of all ranks; return True if a
@@ -404,8 +403,8 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
                 # Each rank has averaged the weights that it had.
                 for parameter in self._module.parameters():
                     broadcast_from_rank_0(parameter.detach())
-            else:
-                self._session.refresh()
+            elif self._updates is not None:
+                self._updates.refresh()
         if self.is_global_zero:
             for optimizer in map(unwrapped, self.optimizers):
                 fill_state(self._keys, optimizer, self._session.states, self.state_directory)

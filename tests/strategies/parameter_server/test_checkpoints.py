@@ -59,6 +59,30 @@ def test_a_checkpoint_has_the_pushes_of_all_ranks(
     assert steps == {2 * 2 * BATCHES}
 
 
+class ChangeFrozen(Callback):
+    """Other code changes a frozen layer, which the optimizer has."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        pl_module.frozen.weight.data.fill_(trainer.global_step)
+
+
+def test_a_frozen_layer_keeps_the_changes_of_other_code(pool: RankPool, tmp_path: Path) -> None:
+    saving = partial(ModelCheckpoint, dirpath=tmp_path, filename="frozen")
+    ours = pool.run(
+        fit,
+        2,
+        {"consistency": "asp"},
+        ranks=2,
+        model={"optimizer": "sgd"},
+        callbacks=(ChangeFrozen, saving),
+        enable_checkpointing=True,
+    )
+    saved = torch.load(tmp_path / "frozen.ckpt", weights_only=True)["state_dict"]
+    expected = torch.full((4, 4), float(BATCHES - 1))
+    for weights in (saved, ours[0]["weights"], ours[1]["weights"]):
+        assert torch.equal(weights["frozen.weight"], expected)
+
+
 def fit_amid_errors(context: RankContext, path: str) -> dict[str, Any]:
     """Fail in a fit, save, train to its end, save, and return the sizes of states and warnings."""
 

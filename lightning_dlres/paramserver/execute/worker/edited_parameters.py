@@ -50,12 +50,17 @@ class EditedParameters:
         self._addresses = [parameter.data_ptr() for parameter in self._parameters.values()]
         return self._addresses != before
 
-    def names(self) -> list[str]:
-        """Return the names of the parameters that are trained and have changed since."""
+    def names(self, *, are_trained: bool = True) -> list[str]:
+        """Return the names of the parameters that have changed since.
+
+        Args:
+            are_trained: False returns those of frozen parameters, and not those that are trained.
+        """
         return [
             name
             for name, parameter in self._parameters.items()
-            if parameter.requires_grad and digest_of(parameter.detach()) != self._digests[name]
+            if parameter.requires_grad == are_trained
+            and digest_of(parameter.detach()) != self._digests[name]
         ]
 
 

@@ -36,6 +36,7 @@ class PushLead:
     def sent(self, server: int, key: int, position: int) -> None:
         """Note a push, and the bytes of all pushes before it."""
         self._positions[server][key] = position
+        self._positions[server].move_to_end(key)
 
     def answered(self, server: int, key: int, now: float) -> None:
         """Note that a key was merged, or that its value has come."""

@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -259,14 +259,18 @@ class WorkerSession:
         """
         self._last_numbers = list(zip(*numbers, strict=True))
 
-    def refresh(self) -> None:
+    def refresh(self, *, without: Collection[str] = ()) -> None:
         """Land the values with all pushes; see `end_pushes`.
+
+        Args:
+            without: Names of parameters that stay as they are.
 
         Raises:
             PeerError: See `wait`.
         """
+        keys = [one.key.index for one in self.exchange.keys if one.key.name not in without]
         with torch.no_grad():
-            self._parameters.land(self._values())
+            self._parameters.land(self._values(keys))
 
     def states(self, keys: Iterable[int]) -> Iterator[dict[str, Any]]:
         """Yield the optimizer state of each of these keys: tensors and numbers by name.
@@ -319,8 +323,8 @@ class WorkerSession:
         for link in self._links:
             link.close()
 
-    def _values(self) -> Iterator[tuple[Key, memoryview]]:
-        for index, answer in self._contents(protocol.CONTENT, range(len(self.exchange.keys))):
+    def _values(self, keys: Iterable[int]) -> Iterator[tuple[Key, memoryview]]:
+        for index, answer in self._contents(protocol.CONTENT, keys):
             key, value = self.exchange.keys[index].key, memoryview(answer.payload)
             if len(value) != key.nbytes:
                 raise ProtocolError(
