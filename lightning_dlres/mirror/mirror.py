@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 import os
 import statistics
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from lightning_dlres.mirror.execute.optimizer_history import HistoryInMirror
 from lightning_dlres.mirror.execute.parameter_reads import data_reads, parameter_reads
 from lightning_dlres.mirror.execute.places import MirrorPlaces
 from lightning_dlres.mirror.execute.policies import PlannedWindow, ProfiledWindow
+from lightning_dlres.mirror.execute.region import new_tensor
 from lightning_dlres.mirror.execute.saved_tensors import ParameterHooks
 from lightning_dlres.mirror.execute.streaming import ParameterStreaming
 from lightning_dlres.mirror.execute.update_thread import UpdateThread
@@ -121,7 +123,10 @@ class Mirror:
         )
         needed = units_by_module(model, self.units)
         self._handles = hook_modules(needed, self._streaming)
-        self._gradients = self._gradient_hooks(places.gradients, copier)
+        # Of layers that are unfrozen later, only files are worth an allocation of their own.
+        makes_places = has_gradients and directory is not None
+        make_place = partial(new_tensor, directory=directory) if makes_places else None
+        self._gradients = self._gradient_hooks(places.gradients, make_place, copier)
         # Before the hooks of others, which then see the gradients in their places.
         self._gradients.attach(model.parameters())
         self._updates = UpdateThread(self._update)
@@ -132,6 +137,7 @@ class Mirror:
                 history,
                 wants_fused=config.fused,
                 before_step=self._prepare_update,
+                directory=directory,
             )
             for optimizer, history in zip(optimizers, places.histories, strict=True)
         ]
@@ -288,13 +294,17 @@ class Mirror:
             self.profile, self.plan = profile, plan
 
     def _gradient_hooks(
-        self, places: dict[nn.Parameter, Tensor], copier: StreamCopier | None
+        self,
+        places: dict[nn.Parameter, Tensor],
+        make_place: Callable[[nn.Parameter], Tensor] | None,
+        copier: StreamCopier | None,
     ) -> MovedGradients:
         arrived = self._streaming.gradient_arrived
         if copier is None:
-            return GradientHooks(places, arrived, self._start_update)
+            return GradientHooks(places, make_place, arrived, self._start_update)
         return GpuGradientHooks(
             places,
+            make_place,
             copier,
             device=self.window.device,
             limit=max((unit.nbytes for unit in self.units), default=0),

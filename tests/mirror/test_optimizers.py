@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,3 +223,34 @@ def test_hooks_on_all_optimizers_see_the_users_steps_only() -> None:
     finally:
         handle.remove()
     assert steps == [torch.optim.AdamW] * 3
+
+
+def test_layers_that_are_unfrozen_later_lie_in_files_too(tmp_path: Path) -> None:
+    results = []
+    for directory in (None, tmp_path):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(3)))
+        model[0].requires_grad_(False)
+        model[1].requires_grad_(False)
+        # The first layer is in the optimizer from the beginning, the second one is added.
+        trained = [*model[0].parameters(), *model[2].parameters()]
+        optimizer = torch.optim.AdamW(trained, lr=0.01, fused=True)
+        config = MirrorConfig(disk=directory)
+        mirror = None if directory is None else Mirror(model, [optimizer], config, CPU)
+        for number in range(4):
+            if number == 2:
+                model.requires_grad_(True)
+                optimizer.add_param_group({"params": [*model[1].parameters()]})
+            with mirror.step("training") if mirror is not None else nullcontext():
+                model(torch.ones(2, 200)).square().mean().backward()
+                if mirror is not None and number == 3:
+                    gradients = [p.grad for p in model.parameters()]
+                optimizer.step()
+            optimizer.zero_grad()
+        if mirror is not None:
+            states = [optimizer.state[layer.weight] for layer in model]
+            tensors = [*gradients[::2], *(s[k] for s in states for k in ("exp_avg", "exp_avg_sq"))]
+            assert not any(tensor.untyped_storage().resizable() for tensor in tensors)
+            mirror.close()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *results))

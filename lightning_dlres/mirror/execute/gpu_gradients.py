@@ -33,6 +33,8 @@ class GpuGradientHooks:
 
     Args:
         places: Place of each parameter's gradient.
+        make_place: Makes the place of a gradient that has none when its hook is attached; None
+            leaves such gradients where autograd makes them.
         copier: Copier between the GPU and the mirror.
         device: The GPU.
         limit: Bytes of gradients that may wait on the GPU for their copies. One more gradient may
@@ -50,6 +52,7 @@ class GpuGradientHooks:
     def __init__(
         self,
         places: Mapping[nn.Parameter, Tensor],
+        make_place: Callable[[nn.Parameter], Tensor] | None,
         copier: StreamCopier,
         *,
         device: torch.device,
@@ -58,7 +61,8 @@ class GpuGradientHooks:
         update: Callable[[int], None],
         ended: Callable[[], None],
     ) -> None:
-        self._places, self._copier, self._device, self._limit = places, copier, device, limit
+        self._places, self._make_place = dict(places), make_place
+        self._copier, self._device, self._limit = copier, device, limit
         self._arrived, self._update, self._ended = arrived, update, ended
         self._handles: dict[nn.Parameter, tuple[RemovableHandle, RemovableHandle]] = {}
         # Gradients that autograd must not see.
@@ -76,6 +80,8 @@ class GpuGradientHooks:
         """See `MovedGradients.attach`."""
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._handles:
+                if self._make_place is not None and parameter not in self._places:
+                    self._places[parameter] = self._make_place(parameter)
                 self._handles[parameter] = (
                     parameter.register_hook(partial(self._hide, parameter)),
                     parameter.register_post_accumulate_grad_hook(self._receive),

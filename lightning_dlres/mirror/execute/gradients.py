@@ -65,6 +65,8 @@ class GradientHooks:
 
     Args:
         places: Place of each parameter's gradient.
+        make_place: Makes the place of a gradient that has none when its hook is attached; None
+            leaves such gradients where autograd makes them.
         arrived: Called with the parameter when backward has computed its gradient. It returns the
             unit whose gradients are complete, or None.
         update: Updates a unit.
@@ -77,10 +79,12 @@ class GradientHooks:
     def __init__(
         self,
         places: Mapping[nn.Parameter, Tensor],
+        make_place: Callable[[nn.Parameter], Tensor] | None,
         arrived: Callable[[nn.Parameter], int | None],
         update: Callable[[int], None],
     ) -> None:
-        self._places, self._arrived, self._update = places, arrived, update
+        self._places, self._make_place = dict(places), make_place
+        self._arrived, self._update = arrived, update
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
         # Memory of gradients that stayed where autograd had made them.
         self._outside: dict[nn.Parameter, StorageReference] = {}
@@ -90,6 +94,8 @@ class GradientHooks:
         """Attach the hooks to parameters that have none yet and need gradients."""
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._handles:
+                if self._make_place is not None and parameter not in self._places:
+                    self._places[parameter] = self._make_place(parameter)
                 handle = parameter.register_post_accumulate_grad_hook(self._receive)
                 self._handles[parameter] = handle
 

@@ -11,6 +11,7 @@ the parameter before each step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dlres.core._compat import register_first_post_hook
+from lightning_dlres.mirror.execute.region import new_tensor
 from lightning_dlres.mirror.profile.history import (
     history_of,
     is_per_parameter,
+    planned_history,
     step_without_hooks,
     use_fused_kernels,
 )
@@ -40,6 +43,8 @@ class HistoryInMirror:
         places: Place of each tensor of the history, by parameter and key of its state.
         wants_fused: True to use the optimizer's fused kernel, if its gradients allow it.
         before_step: Called when the gradients of a step are there, before the optimizer uses them.
+        directory: Directory of files for the history of parameters that are trained later; None
+            leaves it where the optimizer makes it.
     """
 
     def __init__(
@@ -50,8 +55,10 @@ class HistoryInMirror:
         *,
         wants_fused: bool,
         before_step: Callable[[], None],
+        directory: Path | None = None,
     ) -> None:
-        self._optimizer, self._units, self._places = optimizer, units, places
+        self._optimizer, self._units, self._places = optimizer, units, dict(places)
+        self._directory = directory
         self._wants_fused, self._prepare = wants_fused, before_step
         self._handles: list[RemovableHandle] = []
         self._pre_hook: RemovableHandle | None = None
@@ -103,6 +110,8 @@ class HistoryInMirror:
         if self._wants_fused:
             self._wants_fused = False
             use_fused_kernels(optimizer)
+        if self._directory is not None:
+            self._place_new_parameters(self._directory)
         self._hidden += self._fit_fused_kernels(optimizer.param_groups)
         if all(p in optimizer.state for p, places in self._places.items() if places):
             return args, kwargs
@@ -115,6 +124,16 @@ class HistoryInMirror:
             self._hidden += [(p, p.grad) for p in new if p.grad is not None]
             self.update(new)
         return args, kwargs
+
+    def _place_new_parameters(self, directory: Path) -> None:
+        """Make places for the history of parameters that were not trained at first."""
+        groups = self._optimizer.param_groups
+        new = [p for g in groups for p in g["params"] if p.requires_grad and p not in self._places]
+        planned = planned_history(self._optimizer) if new else {}
+        for parameter in new:
+            history = planned.get(parameter, {})
+            self._places[parameter] = {k: new_tensor(t, directory) for k, t in history.items()}
+        self._move(new)
 
     def update(self, parameters: Sequence[nn.Parameter]) -> None:
         """Update parameters now, and remove their gradients.
