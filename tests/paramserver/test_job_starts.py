@@ -81,6 +81,18 @@ def test_no_log_stays_behind(stack: ExitStack, tmp_path: Path, is_wrong: bool) -
     assert not list(tmp_path.iterdir())
 
 
+def test_a_job_that_is_over_has_no_snapshot(stack: ExitStack, tmp_path: Path) -> None:
+    server = stack.enter_context(ParameterServer(snapshot=tmp_path, snapshot_every=3600.0))
+    worker = new_worker([server.address], retry_seconds=0.1)
+    worker.session.start()
+    worker.session.join()
+    worker.step()
+    assert server.status().snapshot_seconds >= 0
+    worker.session.leave()
+    assert server.status().snapshot_seconds < 0
+    assert not list(tmp_path.glob("*.snapshot*"))
+
+
 def test_a_worker_leaves_although_answers_are_missing(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

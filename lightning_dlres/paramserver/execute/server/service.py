@@ -273,7 +273,6 @@ class ParameterServer:
     def _end_job(self) -> None:
         """Forget the job, and remove its snapshot: a restarted server would resume the job."""
         self._snapshots.forget()
-        self._snapshots.last = None
         self._use(None)
 
     def _hello(self, message: Message) -> None:

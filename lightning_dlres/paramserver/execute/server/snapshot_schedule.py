@@ -90,6 +90,7 @@ class SnapshotSchedule:
             self._task = None
         if self._files is not None:
             self._files.remove()
+        self.last = None
 
     def _conclude(self, task: SnapshotTask, now: float) -> bool:
         """Note the end of a snapshot; return True if it has reached the disk."""
