@@ -247,7 +247,7 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
 
     def _start_session(self) -> None:
         assert self._connection is not None
-        # A callback may run the training loop at any time, as a search of the learning rate does.
+        # A callback may run the training loop at any time, such as a search of the learning rate.
         self._end_session()
         connection, options = self._connection, self._options
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
@@ -275,7 +275,7 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         self._session.join()
         trainer = self._module.trainer
         pushes_early, bounds = self._pushes_early(), None
-        if pushes_early:
+        if pushes_early and self._ranks_wait_for_each_other:
             # No other code may clip then, but a callback may change the Trainer's bounds.
             bounds = partial(trainer_bounds, trainer)
         self._clipping = Clipping(bounds)
@@ -359,9 +359,10 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
         is_running = self._module.trainer.state.status == TrainerStatus.RUNNING
         if session is None or connection is None or self._ranks_wait_for_each_other:
             return
-        # After a failure, other ranks may not come here.
-        if is_running and not self._end_pushes(session, connection) and self.is_global_zero:
-            assert self._updates is not None
+        if not is_running:
+            # After a failure, other ranks may not come here, and miss pushes.
+            session.end_pushes([])
+        elif not self._end_pushes(session, connection) and self.is_global_zero and self._updates:
             self._updates.refresh()
 
     def _end_pushes(self, session: WorkerSession, connection: Connection) -> bool:

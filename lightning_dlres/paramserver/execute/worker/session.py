@@ -156,7 +156,7 @@ class WorkerSession:
         Raises:
             PeerError: If the exchange has failed, or the log stays full.
         """
-        one = self.exchange.keys[key]
+        one, self._last_numbers = self.exchange.keys[key], []
         number = one.number + 1
         codec_step = self._codecs.step(key, number)
         codec = self._codecs.codec(key, codec_step)
@@ -248,14 +248,15 @@ class WorkerSession:
         self._codecs.load(saved)
 
     def end_pushes(self, numbers: Sequence[Sequence[int]]) -> None:
-        """Let the values and states that are asked for from now on have the last pushes of all
-        workers.
+        """Let the values and states that are asked for until the next push have the last pushes of
+        all workers.
 
         A server that was started again has these pushes only after all workers have sent them
         again.
 
         Args:
-            numbers: `numbers` of each worker, after its last push.
+            numbers: `numbers` of each worker, after its last push; empty if only the pushes of this
+                worker count.
         """
         self._last_numbers = list(zip(*numbers, strict=True))
 
