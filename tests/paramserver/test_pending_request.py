@@ -49,7 +49,10 @@ def test_a_large_request_is_not_repeated_while_it_is_being_sent() -> None:
     request = PendingRequest(protocol.LOAD, b"", sent=10.0, tries=1, tracker=tracker)
     assert not request.is_due(1000.0, 1.0, NEVER)
     tracker.done = True
-    assert request.is_due(1000.0, 1.0, NEVER)
+    # Its time begins when it has left.
+    assert not request.is_due(1001.0, 1.0, NEVER)
+    assert not request.is_due(1001.9, 1.0, NEVER)
+    assert request.is_due(1002.0, 1.0, NEVER)
 
 
 def test_small_requests_do_not_wait_behind_large_ones() -> None:

@@ -302,7 +302,12 @@ def test_a_server_may_restart_while_many_states_are_fetched(
     )
     fetching.start()
     (link,) = worker.session._links
-    wait_until(lambda: len(list(link._requests)) >= 8, "requests are open", DEADLINE)
+
+    def number_open() -> int:
+        with worker.session.exchange.lock:
+            return len(list(link._requests))
+
+    wait_until(lambda: number_open() >= 8, "requests are open", DEADLINE)
     port = int(server.address.rpartition(":")[2])
     stack.enter_context(ParameterServer(port=port, snapshot=tmp_path, snapshot_every=NEVER))
     fetching.join(DEADLINE)

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import torch
 
-from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.consistency import UnequalClippingError
 from lightning_dlres.paramserver.execute.server.key_state import KeyState
@@ -95,5 +94,33 @@ def test_a_mean_that_fits_is_finite_in_half_precision(dtype: torch.dtype, gradie
     assert bool(state.gradient.isfinite().all()) == (dtype == torch.float16)
 
 
-def test_a_refused_request_has_a_reason_for_the_other_worker() -> None:
-    assert issubclass(UnequalClippingError, ProtocolError)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_worker_without_a_gradient_clips_like_the_others(order: tuple[int, int]) -> None:
+    """Its optimizer has nothing to clip."""
+    shard, key = shard_of()
+    pushes = {0: push_of(key, 0, 1, 1.0, is_held=True), 1: push_of(key, 1, 1, 1.0)}
+    pushes[1] = msgspec.structs.replace(pushes[1][0], has_gradient=False), memoryview(b"")
+    for worker in order:
+        answers = shard.push(*pushes[worker])
+    assert [answer.kind for answer in answers] == [protocol.MERGED] * 2
+    list(shard.commit(*commit_of(0, 1, 0.5)))
+    assert float(shard.states[0].parameter[0]) == -0.25
+
+
+def test_rounding_of_the_factor_is_no_other_clipping() -> None:
+    shard, key = shard_of()
+    for worker in range(2):
+        shard.push(*push_of(key, worker, 1, 1.0, is_held=True))
+    list(shard.commit(*commit_of(0, 1, 0.5)))
+    list(shard.commit(*commit_of(1, 1, 0.5 * (1 + 1e-15))))
+    assert not shard.failure
+
+
+def test_a_commit_is_answered_with_the_value_once() -> None:
+    """A worker that clips nothing commits nothing, and one that commits later has the value."""
+    shard, key = shard_of()
+    for worker in range(2):
+        shard.push(*push_of(key, worker, 1, 1.0, is_held=True))
+    first = [answer for _, answer in shard.commit(*commit_of(0, 1, 0.5))]
+    assert [(one.worker, one.kind) for one in first] == [(0, protocol.VALUE), (1, protocol.VALUE)]
+    assert not list(shard.commit(*commit_of(1, 1, 0.5)))

@@ -245,8 +245,9 @@ class RemoteUpdates:
         Raises:
             PeerError: If a server does not answer in time.
         """
-        self._session.refresh(without=self._edits.names(are_trained=False))
-        self._edits.remember()
+        without = self._edits.names(are_trained=False)
+        self._session.refresh(without=without)
+        self._edits.remember({p for n, p in self._keys.parameters.items() if n not in without})
 
     def are_edited(self) -> bool:
         """Return True if other code has changed parameters since the last step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_dlres.paramserver.execute.worker.edited_parameters import EditedParameters
@@ -203,6 +205,72 @@ def test_a_raw_optimizer_updates_on_the_servers(pool: RankPool, by_trainer: bool
     (plain,) = pool.run(fit, 1, None, kind=RawSteps, ranks=1, **arguments)
     ours = pool.run(fit, 2, {}, kind=RawSteps, ranks=2, **arguments)
     assert all(distance(rank["weights"], plain["weights"]) < 2e-5 for rank in ours)
+
+
+class ClipsAlways(Regression):
+    """Manual optimization that clips in each step; in some, rank 1 has no gradient.
+
+    Args:
+        optimizer: Name of the optimizer.
+    """
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer, manual=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        skips = self.trainer.world_size == 2 and batch_idx % 3 == 1
+        if self.trainer.world_size == 1 and batch_idx % 3 == 1:
+            # The first half of the joint batch counts, and the other one is of rank 1.
+            half = len(batch[0]) // 2
+            loss = torch.nn.functional.mse_loss(self.net(batch[0][:half]), batch[1][:half]) / 2
+        if not skips or self.trainer.global_rank == 0:
+            self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.05, "norm")
+        optimizer.step()
+
+
+def test_a_rank_without_gradients_clips_like_the_others(pool: RankPool) -> None:
+    arguments: dict[str, Any] = {"model": {"optimizer": "sgd"}, "kind": ClipsAlways}
+    (plain,) = pool.run(fit, 1, None, ranks=1, **arguments)
+    for rank in pool.run(fit, 2, {}, ranks=2, **arguments):
+        assert distance(rank["weights"], plain["weights"]) < 2e-5
+
+
+class Thaw(Callback):
+    """A layer is trained, frozen for some batches, and trained again, with checkpoints between."""
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_rank == 1 and batch_idx < 3:
+            time.sleep(0.1)
+        pl_module.net[0].requires_grad_(not 3 <= batch_idx < 9)
+
+
+def test_a_checkpoint_while_a_layer_is_frozen_is_no_change(pool: RankPool, tmp_path: Path) -> None:
+    saving = partial(ModelCheckpoint, dirpath=tmp_path, every_n_train_steps=6, save_top_k=-1)
+    pool.run(
+        fit,
+        2,
+        {"consistency": "asp"},
+        callbacks=(Thaw, saving),
+        enable_checkpointing=True,
+        **ARGUMENTS,
+    )
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_alias_that_is_trained_later_is_noticed() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    alias = torch.nn.Parameter(parameter.data, requires_grad=False)
+    edits = EditedParameters({"p": parameter, "alias": alias})
+    assert edits.have_moved()
+    assert not edits.have_moved()
+    alias.requires_grad_(True)
+    assert edits.have_moved()
 
 
 class OtherClipping(Callback):

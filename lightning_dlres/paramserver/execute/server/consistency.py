@@ -20,6 +20,8 @@ from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.job_workers import JobWorkers
 from lightning_dlres.paramserver.execute.server.key_state import KeyState
 
+# Relative difference of two workers' factors that rounding may cause.
+_FACTOR_ERROR = 1e-9
 BSP, SSP, ASP = "bsp", "ssp", "asp"
 CONSISTENCIES = (BSP, SSP, ASP)
 
@@ -100,9 +102,11 @@ class Synchronous:
             return [self.pull(state, push.worker, push.number)]
         clipping = (push.is_held, push.clip_value)
         if state.merged + len(state.pending) == 0:
+            state.clipping = None
+        if push.data is not None:
+            if state.clipping not in (None, clipping):
+                raise UnequalClippingError(_unequal_clipping(state.key.name))
             state.clipping = clipping
-        elif clipping != state.clipping:
-            raise UnequalClippingError(_unequal_clipping(state.key.name))
         if push.worker == 0:
             # One update has one set of options: those of worker 0 count.
             state.options = push.options
@@ -121,7 +125,10 @@ class Synchronous:
             return []
         if not state.divides_first:
             state.gradient.div_(self._workers)
-        if push.is_held:
+        if state.clipping is None:
+            # No worker has a gradient.
+            state.clipping = clipping
+        if state.clipping[0]:
             state.is_held = True
             norm = state.gradient.double().square().sum() if state.has_gradient else 0.0
             state.norm = float(norm)
@@ -142,17 +149,25 @@ class Synchronous:
         return Answer(worker, protocol.WAITING, number, tuple(missing))
 
     def commit(self, state: KeyState, worker: int, number: int, scale: float) -> list[Answer]:
-        """Apply a held gradient, multiplied by a factor."""
+        """Apply a held gradient, multiplied by a factor.
+
+        Raises:
+            UnequalClippingError: If another worker has committed with another factor.
+        """
         if number == state.applied[worker] + 1 and state.is_held:
             if scale != 1.0:
                 state.gradient.mul_(scale)
             self._apply(state)
             state.applied_scale = scale
-        elif number == state.applied[worker] and state.applied_scale is not None:
-            # Equal bounds give equal factors, since all workers get the same norms.
+            # A worker without a gradient has nothing to clip, and commits nothing.
+            return [Answer(one, protocol.VALUE, number) for one in self._active()]
+        if number == state.applied[worker] and state.applied_scale is not None:
+            # Equal bounds give equal factors, since all workers get the same norms. Versions of
+            # Python add them up differently.
             is_nan = math.isnan(scale) and math.isnan(state.applied_scale)
-            if scale != state.applied_scale and not is_nan:
+            if not is_nan and not math.isclose(scale, state.applied_scale, rel_tol=_FACTOR_ERROR):
                 raise UnequalClippingError(_unequal_clipping(state.key.name))
+            return []
         return [self.pull(state, worker, number)]
 
     def rejoin(self, states: Iterable[KeyState], worker: int) -> None:
@@ -180,7 +195,7 @@ class Synchronous:
 
     def _apply(self, state: KeyState) -> None:
         if state.has_gradient:
-            clip_value = state.clipping[1]
+            clip_value = 0.0 if state.clipping is None else state.clipping[1]
             if clip_value:
                 state.gradient.clamp_(-clip_value, clip_value)
             state.require_unshared()

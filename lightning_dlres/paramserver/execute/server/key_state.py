@@ -71,8 +71,8 @@ class KeyState:
         applied_norm: The same of the latest update; 0 if that was not held.
         options: Options of the parameter's group for the update.
         applied_scale: Factor of the commit of the latest update; None if that was not held.
-        clipping: Of the pushes that are being merged: `is_held`, and the bound of the merged
-            gradient's elements, which is 0 for none.
+        clipping: Of the pushes with a gradient that are being merged: `is_held`, and the bound of
+            the merged gradient's elements, which is 0 for none. None before the first of them.
         has_previous: True if `gradient` holds the previous value of the parameter.
         loaded: True once the initial value has arrived.
         retired: Memory of former values, shared by the keys of a server.
@@ -93,7 +93,7 @@ class KeyState:
     applied_norm: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
     applied_scale: float | None = None
-    clipping: tuple[bool, float] = (False, 0.0)
+    clipping: tuple[bool, float] | None = None
     has_previous: bool = False
     loaded: bool = False
     retired: RetiredValues = field(default_factory=RetiredValues)

@@ -259,10 +259,9 @@ class ServerOptimizers:
             with torch.no_grad():
                 step.after(parameter, optimizer.state[parameter])
         except Exception as error:  # An optimizer may raise anything for options that it accepted.
-            hint = "" if _is_of_torch(type(optimizer)) else " Let it make its state in step()."
             raise ProtocolError(
                 f"{type(optimizer).__name__} failed at {key}: {type(error).__name__}: "
-                f"{text_of(error)}.{hint}"
+                f"{text_of(error)}"
             ) from error
         finally:
             optimizer.param_groups = groups
@@ -326,7 +325,7 @@ def _require_same_options(optimizer: Optimizer, options: Mapping[str, Any]) -> N
     """
     (group,) = optimizer.param_groups
     after = {name: value for name, value in group.items() if name != "params"}
-    changed = sorted(n for n in {*after, *options} if after.get(n) != options.get(n))
+    changed = sorted(n for n in {*after, *options} if _is_other(after.get(n), options.get(n)))
     if changed:
         raise ValueError(
             f"its step changes {changed[0]!r} in its group, which servers do not keep. Let it "
@@ -359,6 +358,13 @@ def _checked_options(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[s
     except Exception as error:  # A registered class may raise anything.
         raise ProtocolError(f"{kind.__name__} refused its options: {text_of(error)}") from error
     return checked
+
+
+def _is_other(value: Any, before: Any) -> bool:
+    """Return True if an option was changed, or added, by a step."""
+    if isinstance(value, Tensor) or isinstance(before, Tensor):
+        return value is not before
+    return bool(value != before)
 
 
 def _is_like(default: Any, value: Any) -> bool:

@@ -31,7 +31,7 @@ class EditedParameters:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
         self._digests: dict[str, int] = {}
-        self._addresses: list[int] = []
+        self._addresses: list[tuple[int, bool]] = []
 
     def remember(self, landed: Set[Tensor] = frozenset()) -> None:
         """Remember the present values of all trained parameters.
@@ -45,9 +45,10 @@ class EditedParameters:
                 self._digests[name] = digest_of(parameter.detach())
 
     def have_moved(self) -> bool:
-        """Return True at the first call, and if parameters have other memory than at the last."""
+        """Return True at the first call, and if parameters have other memory than at the last, or
+        others are trained."""
         before = self._addresses
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters.values()]
+        self._addresses = [(p.data_ptr(), p.requires_grad) for p in self._parameters.values()]
         return self._addresses != before
 
     def names(self, *, are_trained: bool = True) -> list[str]:

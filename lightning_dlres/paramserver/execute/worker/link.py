@@ -216,7 +216,7 @@ class ServerLink:
                 break
             has_moved, entry = True, self._pushes.pop()
             key_exchange, now = self._exchange.keys[entry.key], time.monotonic()
-            is_awaited = key_exchange.expected == entry.number
+            is_awaited = key_exchange.is_awaited and key_exchange.expected == entry.number
             if is_awaited:
                 key_exchange.is_queued, key_exchange.touched = False, now
             if entry.is_durable:
@@ -264,7 +264,7 @@ class ServerLink:
         """
         asked = 0
         for one in self._keys:
-            if not one.is_unconfirmed and (not one.is_awaited or one.is_queued or one.is_merged):
+            if not one.is_unconfirmed and (not one.is_awaited or one.is_queued):
                 continue
             wait = backoff(self._retry_seconds, one.queries)
             is_early = now - max(one.touched, self._last_progress) < wait

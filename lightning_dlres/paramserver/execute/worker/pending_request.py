@@ -63,7 +63,11 @@ class PendingRequest:
         """
         if not self.is_large or not self.tries:
             return now - self.sent >= retry_seconds
-        if self.tracker is not None and not self.tracker.done:
+        if self.tracker is not None:
+            if self.tracker.done:
+                self.tracker = None
+            # Its time begins when it has left.
+            self.sent = now
             return False
         return now - max(self.sent, last_answer) >= backoff(retry_seconds, self.tries - 1)
 
