@@ -21,7 +21,7 @@ from lightning_dlres.core.device.gpu import Gpu, gpu_of
 from lightning_dlres.core.device.link_use import LinkUse
 from lightning_dlres.core.saved_tensors import claiming
 from lightning_dlres.core.units import format_bytes, format_seconds
-from lightning_dlres.mirror.config import AUTO, MirrorConfig
+from lightning_dlres.mirror.config import AUTO, LAYERWISE, MirrorConfig
 from lightning_dlres.mirror.execute.fetching import Fetcher, StreamFetcher, ThreadFetcher
 from lightning_dlres.mirror.execute.gpu_gradients import GpuGradientHooks
 from lightning_dlres.mirror.execute.gradients import GradientHooks, MovedGradients, free_alias
@@ -185,6 +185,8 @@ class Mirror:
             stack.enter_context(data_reads(self._streaming.expose))
             if self._on_gpu:
                 stack.enter_context(parameter_reads(self._streaming.borrow))
+            elif self._config.update == LAYERWISE:
+                stack.enter_context(parameter_reads(self._streaming.note_read))
             stack.enter_context(self._saved_tensors.hooks(self._model.parameters()))
             try:
                 yield

@@ -167,7 +167,22 @@ class StoppedGradient(nn.Module):
         return self.head(torch.tanh(self.second(torch.tanh(y))))
 
 
-@pytest.mark.parametrize("make", [Teacher, StoppedGradient])
+class CheckpointedStop(nn.Module):
+    """A checkpointed part uses the detached weight of a layer whose trained use comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def _segment(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.first(x)), self.second.weight.detach())
+
+    def forward(self, x: Tensor) -> Any:
+        y = checkpoint(self._segment, x.requires_grad_(), use_reentrant=False)
+        return self.head(torch.tanh(self.second(torch.tanh(y))))
+
+
+@pytest.mark.parametrize("make", [Teacher, StoppedGradient, CheckpointedStop])
 @pytest.mark.parametrize("window", ["min", "auto"])
 def test_a_weight_that_backward_needs_later_is_not_updated_before(
     make: Callable[[], nn.Module], window: str

@@ -241,6 +241,12 @@ class ParameterStreaming:
         if unit is not None:
             self._exposed.add(unit)
 
+    def note_read(self, parameter: nn.Parameter) -> None:
+        """Note that code reads a parameter from its module, where the device has no other copy."""
+        unit = self.unit_of.get(parameter)
+        if unit in self._complete and not self._calls[unit] and is_in_backward():
+            self._note_late_use(unit)
+
     def claim(self, tensor: Tensor) -> Restore | None:
         """Return the function that restores a saved tensor; None if it is no part of a device copy.
 
