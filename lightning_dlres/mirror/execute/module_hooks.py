@@ -49,7 +49,7 @@ def hook_modules(
 class _Hook:
     """Hook that copies of a model and pickled models leave behind.
 
-    Their modules own other parameters, and would keep the model and its mirror alive.
+    Their modules own other parameters. The function would keep the model and its mirror alive.
 
     Args:
         function: Function to call.
