@@ -111,3 +111,34 @@ def test_a_worker_leaves_although_answers_are_missing(
     worker.session.leave()
     assert server._shard is not None
     assert server._shard.members.have_left()
+
+
+def test_states_after_a_push_or_a_failure_need_no_other_workers(stack: ExitStack) -> None:
+    """A checkpoint of a failed run is saved although other workers have failed."""
+    server = stack.enter_context(ParameterServer())
+    failures: list[PeerError] = []
+
+    def check_peers() -> None:
+        if failures:
+            raise failures[0]
+
+    worker = new_worker([server.address], check_peers=check_peers)
+    stack.callback(worker.session.close)
+    worker.session.start()
+    worker.session.join()
+    keys = range(len(worker.job.keys))
+    for push_again in (True, False):
+        worker.step()
+        worker.session.end_pushes([worker.session.numbers()])
+        failures.append(PeerError("worker 1 has failed"))
+        with pytest.raises(PeerError, match="worker 1"):
+            list(worker.session.states(keys))
+        failures.clear()
+        if push_again:
+            worker.push()
+            worker.land()
+        else:
+            worker.session.end_pushes([])
+        failures.append(PeerError("worker 1 has failed"))
+        assert len(list(worker.session.states(keys))) == len(keys)
+        failures.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -77,13 +77,18 @@ def job_of(
 
 
 def new_worker(
-    servers: Sequence[str], shapes: Mapping[str, tuple[int, ...]] = SHAPES, **options: Any
+    servers: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    *,
+    check_peers: Callable[[], None] | None = None,
+    **options: Any,
 ) -> Worker:
     """Return a worker with SGD that has not joined yet.
 
     Args:
         servers: Addresses of the servers.
         shapes: Shapes of the parameters by name.
+        check_peers: See `ServerWaits`.
         options: See `job_of`.
     """
     generator = torch.Generator().manual_seed(0)
@@ -94,4 +99,5 @@ def new_worker(
     keys = float32_keys(parameters, len(servers), _KEY_BYTES)
     job = job_of(servers, optimizer, keys, **options)
     encoded = msgspec.msgpack.encode(job.optimizers[0].groups[0])
-    return Worker(job, parameters, encoded, WorkerSession(job, KeyedParameters(parameters)))
+    session = WorkerSession(job, KeyedParameters(parameters), check_peers)
+    return Worker(job, parameters, encoded, session)

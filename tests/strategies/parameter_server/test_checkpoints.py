@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlres import ParameterServerStrategy
@@ -84,44 +84,6 @@ def test_servers_clip_only_what_ranks_do_not(
     )
     expected = 0.25 if consistency == "bsp" else 0.0
     assert all(rank["weights"]["frozen.weight"].eq(expected).all() for rank in ours)
-
-
-def fail_after_a_checkpoint(context: RankContext, directory: Path) -> None:
-    """Let rank 1 fail after the first epoch, with a checkpoint of rank 0 then."""
-
-    class Failing(Regression):
-        def on_train_epoch_start(self) -> None:
-            if self.trainer.current_epoch == 1 and context.rank == 1:
-                raise ValueError("rank 1 fails")
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            # Without logs, in which ranks would wait for each other.
-            return self.net(batch[0]).square().mean()
-
-    torch.set_num_threads(1)
-    data = TensorDataset(torch.randn(16, 64), torch.randn(16, 4))
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ParameterServerStrategy(**{**OPTIONS, "timeout": 20}, consistency="asp"),
-        plugins=[context.environment],
-        max_epochs=3,
-        callbacks=[
-            ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1),
-            OnExceptionCheckpoint(directory, "failed"),
-        ],
-        **{**QUIET, "enable_checkpointing": True},
-    )
-    trainer.fit(Failing("sgd"), DataLoader(data, batch_size=4))
-
-
-def test_a_checkpoint_of_a_failure_is_written_after_an_earlier_one(
-    pool: RankPool, tmp_path: Path
-) -> None:
-    pool.run_expecting_errors(fail_after_a_checkpoint, 2, tmp_path)
-    saved = torch.load(tmp_path / "failed.ckpt", weights_only=False)
-    assert saved["optimizer_states"][0]["state"]
-    assert (tmp_path / "epoch=0.ckpt").exists()
 
 
 class ChangeFrozen(Callback):
