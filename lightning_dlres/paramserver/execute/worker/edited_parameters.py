@@ -73,10 +73,11 @@ def digest_of(tensor: Tensor) -> int:
     if tensor.device.type == "cpu":
         return checksum_of(byte_array(tensor.contiguous()).data)
     flat = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    # Odd factors, so that a change of any bit changes the product.
+    factors = 2 * torch.arange(min(len(flat), _PART), device=tensor.device) + 1
     for start in range(0, len(flat), _PART):
         part = flat[start : start + _PART].to(torch.int64)
-        # Odd factors, so that a change of any bit changes the product.
-        factors = torch.arange(1, 2 * len(part), 2, device=part.device)
-        total = hash((total, int((part * factors).sum())))
-    return total
+        total = 31 * total + (part * factors[: len(part)]).sum()
+    # The device is waited for once.
+    return int(total)
