@@ -62,9 +62,6 @@ class _Hook:
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return _Hook(_do_nothing)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (_do_nothing,)
 
