@@ -29,8 +29,8 @@ from lightning_dlres.core.comm.rank_addresses import (
 from lightning_dlres.core.errors import PeerLostError, ProtocolError
 from lightning_dlres.core.host.identity import host_identity
 from lightning_dlres.core.wire.decoding import from_msgpack
-from lightning_dlres.core.wire.endpoint import ConnectionEvent, use_keys
-from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.endpoint import ConnectionEvent
+from lightning_dlres.core.wire.keys import CurveKeys, use_keys
 from lightning_dlres.core.wire.message import Buffer
 from lightning_dlres.core.wire.server import Server, SocketLimits
 
@@ -143,7 +143,7 @@ class RankSockets(Server):
         if self._monitor in ready:
             self._read_monitor()
         if self._wake_reader.fileno() in ready:
-            self._wake_reader.recv(4096)
+            self._end_interrupt()
         if self._socket not in ready:
             return None
         try:

@@ -13,9 +13,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import zmq
@@ -28,7 +26,7 @@ from lightning_dlres.core.errors import (
     got_expected,
 )
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.core.wire.keys import CurveKeys, check_key
+from lightning_dlres.core.wire.keys import CurveKeys, check_key, use_keys
 from lightning_dlres.core.wire.message import Buffer, Message, pack, protocol_error, unpack
 
 # Domain of ZeroMQ's authentication protocol (ZAP).
@@ -36,8 +34,8 @@ ZAP_DOMAIN = "dlres"
 PORTS = range(1 << 16)
 # Bytes by which encryption makes a frame longer, at most.
 ENCRYPTION_BYTES = 64
-# Options of a send that does not copy: ZeroMQ returns a tracker of its use of the memory.
-TRACKED = MappingProxyType({"copy": False, "track": True})
+# Flag of all frames of a message but the last. Python is slow with those of an enum.
+_MORE = int(zmq.SNDMORE)
 # Time limit of ZeroMQ's handshake in milliseconds; a slower connection is closed.
 _HANDSHAKE_MS = 10_000
 # The kernel closes a connection if the other host is unreachable for 60 + 4 * 15 seconds.
@@ -74,7 +72,11 @@ class Endpoint:
         send_timeout: Seconds that a send waits while the queue to the peer is full.
         copies: True if received payloads are copied; False: they are views of ZeroMQ's memory.
         beside: Endpoint whose ZeroMQ context this one shares, and whose `receive` also returns None
-            when a message comes here; the same thread must use both. None: a context of its own.
+            when a message comes here, see `is_readable`; the same thread must use both. None: a
+            context of its own.
+
+    Attributes:
+        is_readable: True if the last `receive` of the endpoint `beside` has seen a message here.
     """
 
     # Monitor event that announces a connection: for a server when TCP has connected, so that its
@@ -89,9 +91,8 @@ class Endpoint:
         beside: Endpoint | None = None,
     ) -> None:
         self._copies, self._owns_context = copies, beside is None
-        self._context: zmq.Context[zmq.Socket[bytes]] = (
-            zmq.Context() if beside is None else beside._context
-        )
+        self._context: zmq.Context[zmq.Socket[bytes]]
+        self._context = zmq.Context() if beside is None else beside._context
         self._socket = self._new_socket(kind)
         self._socket.setsockopt(zmq.SNDTIMEO, round(send_timeout * 1000))
         self._send_timeout = send_timeout
@@ -105,8 +106,11 @@ class Endpoint:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+        self._is_interrupted = self.is_readable = False
+        self._neighbours: list[Endpoint] = []
         if beside is not None:
             beside._poller.register(self._socket, zmq.POLLIN)
+            beside._neighbours.append(self)
 
     def _new_socket(self, kind: zmq.SocketType) -> zmq.Socket[bytes]:
         """Return a socket with the options that all endpoints need."""
@@ -130,10 +134,12 @@ class Endpoint:
             ProtocolError: If a peer sent bytes that are not a message. They are discarded.
         """
         ready = self._poll(timeout)
+        for neighbour in self._neighbours:
+            neighbour.is_readable = neighbour._socket in ready
         if self._monitor in ready:
             self._read_monitor()
         if self._wake_reader.fileno() in ready:
-            self._wake_reader.recv(4096)
+            self._end_interrupt()
         elif self._socket in ready:
             return self._receive_message()
         return None
@@ -163,10 +169,18 @@ class Endpoint:
 
     def interrupt(self) -> None:
         """Make the current or next `receive` return None at once; safe from any thread."""
+        if self._is_interrupted:
+            return
+        self._is_interrupted = True
         # A full buffer means that an earlier interrupt is still pending. A closed socket means that
         # no thread waits any more.
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"\0")
+
+    def _end_interrupt(self) -> None:
+        self._wake_reader.recv(4096)
+        # An interrupt before this line needs no other byte: its reason is there already.
+        self._is_interrupted = False
 
     def connection_events(self) -> list[ConnectionEvent]:
         """Return the connection events since the last call; empty without `monitor=True`."""
@@ -261,7 +275,7 @@ class Endpoint:
         sequence: int | None,
         details: bytes = b"",
         payload_checksum: int | None = None,
-        options: Mapping[str, bool] = MappingProxyType({}),
+        is_tracked: bool = False,
     ) -> tuple[int, zmq.MessageTracker | None]:
         """Send a message; return its sequence number, and its tracker or None.
 
@@ -271,7 +285,7 @@ class Endpoint:
             kind, payload, details: See `Message`.
             sequence: Sequence number; None for this socket's next one.
             payload_checksum: Checksum of the payload, if it is known.
-            options: Keyword arguments of `send_multipart`; `track=True` gives a tracker.
+            is_tracked: Do not copy the payload, and return a tracker of ZeroMQ's use of it.
 
         Raises:
             PeerTimeoutError: If the queue to the receiver stays full for the send timeout.
@@ -280,11 +294,13 @@ class Endpoint:
         if sequence is None:
             sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
         try:
-            message = pack(
+            header, body = pack(
                 kind, sequence, payload, details=details, payload_checksum=payload_checksum
             )
-            frames = [*routing, *message]
-            tracker = self._socket.send_multipart(frames, **options)
+            # `send_multipart` would make trackers of all frames.
+            for frame in (*routing, header):
+                self._socket.send(frame, _MORE)
+            tracker = self._socket.send(body, 0, copy=not is_tracked, track=is_tracked)
         except zmq.Again as error:
             raise PeerTimeoutError(
                 f"cannot send {kind!r} to {peer}: it read nothing for "
@@ -422,23 +438,10 @@ class Client(Endpoint):
             sequence=sequence,
             details=details,
             payload_checksum=payload_checksum,
-            options=TRACKED,
+            is_tracked=True,
         )[1]
         assert tracker is not None
         return tracker
-
-
-def use_keys(client: zmq.Socket[bytes], curve: CurveKeys, server_key: bytes) -> None:
-    """Encrypt the traffic of a client's socket; the socket must not have connected yet.
-
-    Args:
-        client: Socket of the client.
-        curve: Keys of the client.
-        server_key: Public key of the server.
-    """
-    client.setsockopt(zmq.CURVE_SERVERKEY, server_key)
-    client.setsockopt(zmq.CURVE_PUBLICKEY, curve.public)
-    client.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
 
 
 def has_port(address: str) -> bool:

@@ -141,3 +141,16 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
             "keys` or `dlres ps keygen`."
         ) from error
     return public, secret
+
+
+def use_keys(client: zmq.Socket[bytes], curve: CurveKeys, server_key: bytes) -> None:
+    """Encrypt the traffic of a client's socket; the socket must not have connected yet.
+
+    Args:
+        client: Socket of the client.
+        curve: Keys of the client.
+        server_key: Public key of the server.
+    """
+    client.setsockopt(zmq.CURVE_SERVERKEY, server_key)
+    client.setsockopt(zmq.CURVE_PUBLICKEY, curve.public)
+    client.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)

@@ -25,7 +25,6 @@ from lightning_dlres.core.wire.connections import Connections, connection_limit,
 from lightning_dlres.core.wire.endpoint import (
     ENCRYPTION_BYTES,
     PORTS,
-    TRACKED,
     ZAP_DOMAIN,
     ConnectionEvent,
     Endpoint,
@@ -249,7 +248,7 @@ class Server(Endpoint):
             sequence=sequence,
             details=details,
             payload_checksum=payload_checksum,
-            options=TRACKED,
+            is_tracked=True,
         )[1]
         assert tracker is not None
         return tracker

@@ -14,8 +14,7 @@ from lightning_dlres.core.comm.mailbox import Channel
 from lightning_dlres.core.comm.receiving_thread import PREFIX, Control, SocketReceiver
 from lightning_dlres.core.errors import PeerError, PeerLostError, ProtocolError
 from lightning_dlres.core.wire import payload
-from lightning_dlres.core.wire.endpoint import use_keys
-from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.keys import CurveKeys, use_keys
 from tests.support.rank_sockets import CHANNEL, TOKENS, TwoRanks
 from tests.support.waiting import wait_until
 

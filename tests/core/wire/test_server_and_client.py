@@ -186,8 +186,13 @@ def test_a_second_client_takes_over_the_name(stack: ExitStack) -> None:
     assert second.expect(SECONDS, "a welcome").kind == "welcome"
 
 
-def test_interrupt_ends_a_wait_in_another_thread(stack: ExitStack) -> None:
+@pytest.mark.parametrize("earlier", [0, 1, 3])
+def test_interrupt_ends_a_wait_in_another_thread(stack: ExitStack, earlier: int) -> None:
     server = serve(stack)
+    for _ in range(earlier):
+        server.interrupt()
+        server.interrupt()
+        assert server.receive(SECONDS) is None
     returned = threading.Event()
 
     def wait() -> None:
