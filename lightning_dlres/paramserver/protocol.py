@@ -24,10 +24,12 @@ from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.paramserver.plan.keys import Key
 
 # Version of this protocol; servers and workers of different versions refuse each other.
-VERSION = 3
+VERSION = 4
 # Largest frame of a message in bytes.
 FRAME_BYTES = 256 << 20
 TOKEN_BYTES = 16
+# Most riders of a message.
+MOST_RIDERS = 64
 # Dtypes on the wire: those of parameters, and the further ones of optimizer states. A name that a
 # peer chooses is never looked up in `torch`: that would import modules.
 PARAMETER_DTYPES = {
@@ -77,7 +79,7 @@ WAITING = "waiting"
 BEHIND = "behind"
 # Not asked for: `KeyVersion` of each key after a snapshot.
 DURABLE = "durable"
-# The pushes of all workers to a key have come, see `MergeNotice`. It goes over the connection of
+# The pushes of all workers to keys have come, see `MergeNotice`. It goes over the connection of
 # `LISTEN`, since the value itself may wait behind others for long.
 NOTICE = "notice"
 # Answer to `PING`; the payload is `ServerWelcome.boot`.
@@ -138,6 +140,16 @@ class KeyRequest(Request, frozen=True, kw_only=True, array_like=True):
     number: Count
 
 
+class Rider(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Another push, or another value, in the message of one: its details, and its payload."""
+
+    details: bytes
+    data: bytes
+
+
+Riders = Annotated[list[Rider], msgspec.Meta(max_length=MOST_RIDERS)]
+
+
 class Push(KeyRequest, frozen=True, kw_only=True, array_like=True):
     """Push of a gradient, which is the payload.
 
@@ -149,6 +161,7 @@ class Push(KeyRequest, frozen=True, kw_only=True, array_like=True):
         clip_value: Bound of the merged gradient's elements; 0 for none.
         base: Number from which the worker's process has begun. It does not send earlier pushes.
         codec_step: Step of the codec, see `GradientCodec.at_step`: earlier jobs count, too.
+        riders: Pushes of small keys in the same message; they have none.
     """
 
     options: bytes
@@ -158,10 +171,14 @@ class Push(KeyRequest, frozen=True, kw_only=True, array_like=True):
     clip_value: float
     base: Count = 0
     codec_step: Count = 0
+    riders: Riders = []
 
 
 class MergeNotice(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Notice that the pushes of all workers to a key, up to a number, have come."""
+    """Notice that the pushes of all workers to a key, up to a number, have come.
+
+    The details of a `NOTICE` are a list of them.
+    """
 
     key: Count
     number: Count
@@ -269,6 +286,7 @@ class KeyReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         durable: Number of the latest push of this worker that a restarted server still has.
         workers: Workers that are awaited.
         norm: Squared norm of the merged gradient; for `VALUE`, of the one in its last update.
+        riders: Values of small keys in the same message of kind `VALUE`; they have none.
     """
 
     key: Count
@@ -276,6 +294,7 @@ class KeyReply(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     durable: Count = 0
     workers: list[Count] = []
     norm: float = 0.0
+    riders: Riders = []
 
 
 class KeyVersion(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -70,6 +70,9 @@ def requests(job: dict[str, Any], worker: Worker) -> list[tuple[str, msgspec.Str
     content = protocol.ContentRequest(**job, key=0, number=number, numbers=[number])
     load = protocol.Load(**job, key=0, number=0, state="", dtype="float32", shape=key.shape)
     gradient = bytes(key.nbytes)
+    small = worker.job.keys[-1]
+    push = msgspec.msgpack.encode(push_of(job, key=small.index, number=number))
+    riding = protocol.Rider(details=push, data=bytes(small.nbytes))
     commit = msgspec.msgpack.encode([(0, number)])
     return [
         (protocol.HELLO, protocol.Hello(**job, version=protocol.VERSION), b""),
@@ -78,6 +81,7 @@ def requests(job: dict[str, Any], worker: Worker) -> list[tuple[str, msgspec.Str
         (protocol.START, request, b""),
         (protocol.PUSH, push_of(job, number=number), gradient),
         (protocol.PUSH, push_of(job, number=number, has_gradient=False), b""),
+        (protocol.PUSH, push_of(job, number=number, riders=[riding]), gradient),
         (protocol.PULL, at_key, b""),
         (protocol.COMMIT, protocol.Commit(**job, scale=0.5), commit),
         (protocol.STATE, content, b""),

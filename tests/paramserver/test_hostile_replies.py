@@ -147,22 +147,41 @@ def not_a_header(data: bytes) -> bool:
     return False
 
 
+HUGE = 1 << 62
+
+
 def reply(kind: str, sequence: int = 0, payload: bytes = b"", **fields: Any) -> list[bytes]:
     """Return the frames of a reply that is intact; `fields` are those of `KeyReply`."""
     details = msgspec.msgpack.encode(protocol.KeyReply(**fields)) if fields else b""
     return [bytes(one) for one in pack(kind, sequence, payload, details=details)]
 
 
+def riders(key: int) -> list[protocol.Rider]:
+    """Return a rider with a few bytes for a key."""
+    details = protocol.KeyReply(key=key, number=HUGE)
+    return [protocol.Rider(details=msgspec.msgpack.encode(details), data=b"123")]
+
+
 def versions(*rows: tuple[int, int, int]) -> bytes:
     return msgspec.msgpack.encode(rows)
 
 
-HUGE = 1 << 62
 MADE_UP: dict[str, list[bytes]] = {
     "no details": reply(protocol.VALUE),
     "unknown key": reply(protocol.VALUE, key=99, number=1),
     "short value": reply(protocol.VALUE, payload=b"123", key=0, number=HUGE),
     "old value": reply(protocol.VALUE, payload=b"\1" * 16384, key=0, number=0),
+    "rider of no key": reply(
+        protocol.VALUE, payload=b"\1" * 16384, key=0, number=0, riders=riders(99)
+    ),
+    "short rider": reply(protocol.VALUE, payload=b"\1" * 16384, key=0, number=0, riders=riders(1)),
+    "malformed rider": reply(
+        protocol.VALUE,
+        payload=b"\1" * 16384,
+        key=0,
+        number=0,
+        riders=[protocol.Rider(details=b"\xc1", data=b"")],
+    ),
     "merged": reply(protocol.MERGED, key=0, number=1),
     "negative norm": reply(protocol.MERGED, key=0, number=1, norm=-1.0),
     "merged of no key": reply(protocol.MERGED, key=HUGE, number=1),

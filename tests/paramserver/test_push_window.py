@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 
 from lightning_dlres.paramserver.execute.worker.push_lead import PushLead
+from lightning_dlres.paramserver.execute.worker.push_log import LogEntry
 from lightning_dlres.paramserver.execute.worker.push_window import PushWindow
 
 MIB = 1 << 20
 KEY = MIB
+# Bytes of a key of which several fit into any window.
+SMALL_KEY = KEY // 8
+
+
+def entry_of(key: int, position: int, nbytes: int = KEY) -> LogEntry:
+    """Return a push at a position in bytes."""
+    payload = memoryview(bytes(nbytes))
+    return LogEntry(key, 1, b"", payload, -1.0, key, 0, nbytes, position=position)
 
 
 def tracker(*, done: bool = True) -> Any:
@@ -30,17 +39,20 @@ def new_window(
     return PushWindow(is_synchronous=is_synchronous, lead=lead, server=server, wake=wake)
 
 
-def send(window: PushWindow, key: int, now: float, *, is_awaited: bool = True) -> None:
+def send(
+    window: PushWindow, key: int, now: float, *, is_awaited: bool = True, nbytes: int = KEY
+) -> None:
     """Send the key of a number, which all keys before it precede."""
-    window.sent(key, KEY, tracker(), now, position=key * KEY, is_awaited=is_awaited)
+    entry = entry_of(key, key * nbytes, nbytes)
+    window.sent(entry, tracker(), now, is_awaited=is_awaited)
     window.collect()
 
 
-def filled(window: PushWindow, now: float, first: int = 0) -> int:
+def filled(window: PushWindow, now: float, first: int = 0, nbytes: int = KEY) -> int:
     """Send keys until the window is full or 64 were sent; return the number of the next one."""
     key = first
-    while key < first + 64 and not window.is_full(now, key * KEY):
-        send(window, key, now)
+    while key < first + 64 and not window.is_full(now, key * nbytes):
+        send(window, key, now, nbytes=nbytes)
         key += 1
     return key
 
@@ -53,14 +65,21 @@ def near_window() -> PushWindow:
 
 def test_a_worker_is_a_few_keys_ahead_of_the_answers() -> None:
     window = near_window()
-    assert filled(window, 10.0) == 4
+    assert filled(window, 10.0, nbytes=SMALL_KEY) == 8
     window.answered(0, 10.1)
-    assert filled(window, 10.1, 4) == 5
+    assert filled(window, 10.1, 8, SMALL_KEY) == 9
     # A key that is sent again, and one that is answered twice, count once.
-    send(window, 1, 10.1)
+    send(window, 1, 10.1, nbytes=SMALL_KEY)
     window.answered(0, 10.1)
     window.answered(1, 10.1)
-    assert filled(window, 10.1, 5) == 6
+    assert filled(window, 10.1, 9, SMALL_KEY) == 10
+
+
+def test_one_key_is_on_its_way_however_large_it_is() -> None:
+    window = near_window()
+    assert filled(window, 10.0, nbytes=4 * KEY) == 1
+    window.answered(0, 10.1)
+    assert filled(window, 10.1, 1, 4 * KEY) == 2
 
 
 def test_a_late_worker_stops_nobody_for_long() -> None:
@@ -95,7 +114,7 @@ def test_pushes_in_memory_are_bounded(is_synchronous: bool) -> None:
     held = [tracker(done=False) for _ in range(2)]
     for key, one in enumerate(held):
         assert not window.is_full(1.0, 0)
-        window.sent(key, KEY, one, 1.0, position=0, is_awaited=True)
+        window.sent(entry_of(key, 0), one, 1.0, is_awaited=True)
     assert window.is_full(1.0, 0)
     assert not window.collect()
     held[0].done = True
@@ -129,6 +148,10 @@ def slow_window(
 
 def test_fewer_keys_are_ahead_while_values_come_long_after_notices() -> None:
     window, now = slow_window(0.3)
+    assert filled(window, now, 200, SMALL_KEY) == 206
+    window, now = slow_window(0.01)
+    assert filled(window, now, 200, SMALL_KEY) == 208
+    window, now = slow_window(0.3)
     assert filled(window, now, 100) == 101
     window.merged(100, now + 0.1)
     assert not window.is_full(now + 0.1, 0)
@@ -136,8 +159,6 @@ def test_fewer_keys_are_ahead_while_values_come_long_after_notices() -> None:
     # Its value is no further answer.
     window.answered(100, now + 0.2)
     assert window.is_full(now + 0.2, 0)
-    window, now = slow_window(0.01)
-    assert filled(window, now, 100) == 104
 
 
 def test_more_keys_are_ahead_if_notices_come_faster() -> None:
@@ -148,7 +169,7 @@ def test_more_keys_are_ahead_if_notices_come_faster() -> None:
         window.merged(key, now)
         if key >= 20:
             window.answered(key - 20, now)
-    assert filled(window, now, 500) == 503
+    assert filled(window, now, 500, SMALL_KEY) == 508
 
 
 def test_a_lost_connection_for_notices_is_forgotten() -> None:
@@ -157,7 +178,7 @@ def test_a_lost_connection_for_notices_is_forgotten() -> None:
         send(window, key, now)
         now += 0.2
         window.answered(key, now)
-    assert filled(window, now, 200) == 204
+    assert filled(window, now, 200, SMALL_KEY) == 208
 
 
 def test_a_notice_of_no_push_is_ignored() -> None:

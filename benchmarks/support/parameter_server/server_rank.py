@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,12 +19,13 @@ from lightning_dlres.paramserver.execute.server.service import ParameterServer
 def main(rpc: RankRpc) -> None:
     """Follow orders until the benchmark ends.
 
-    There are two orders. "open" starts a server at the address "bind", with snapshots in the
-    directory "snapshot" if it is not None. "used" asks for the result of `used`.
+    There are three orders. "open" starts a server at the address "bind", with snapshots in the
+    directory "snapshot" if it is not None. "used" asks for the result of `used`. "stop counting"
+    ends the count of copies, which takes time.
     """
     torch.set_num_threads(1)
     servers: list[ParameterServer] = []
-    counter = count_copies()
+    counter, stop_counting = count_copies()
     for order in rpc.orders():
         if order["do"] == "open":
             snapshot = order.get("snapshot")
@@ -35,8 +37,10 @@ def main(rpc: RankRpc) -> None:
             )
             servers.append(server)
             rpc.reply({"address": server.address})
-        else:
-            rpc.reply(used(counter))
+            continue
+        if order["do"] == "stop counting":
+            stop_counting()
+        rpc.reply(used(counter))
 
 
 def used(counter: Counter[str]) -> Message:
@@ -51,8 +55,12 @@ def used(counter: Counter[str]) -> Message:
     }
 
 
-def count_copies() -> Counter[str]:
-    """Count the bytes that are read by the merge ("merged"), and copied before it ("staged")."""
+def count_copies() -> tuple[Counter[str], Callable[[], None]]:
+    """Count the bytes that are read by the merge ("merged"), and copied before it ("staged").
+
+    Returns:
+        The counter, and a function that ends the count.
+    """
     counter: Counter[str] = Counter(merged=0, staged=0)
     as_tensor = key_state.as_tensor
 
@@ -63,5 +71,8 @@ def count_copies() -> Counter[str]:
         counter["staged"] += len(data) * (address != values.data_ptr())
         return values
 
+    def stop() -> None:
+        key_state.as_tensor = as_tensor
+
     key_state.as_tensor = counted
-    return counter
+    return counter, stop

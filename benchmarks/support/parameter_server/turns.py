@@ -58,9 +58,10 @@ class Turns:
         return str(self._servers.ask(order, only=host)[0]["address"])
 
     def warm_up(self) -> None:
-        """Make all contenders, and some steps with each that do not count."""
+        """Make all contenders, and some steps with each whose times do not count."""
         for name in self._contenders:
             self._order(name, _WARM_UP)
+        self._servers.ask({"do": "stop counting"})
 
     def run(self, rounds: int) -> None:
         """Make steps with all contenders in turns, and keep the replies."""
@@ -114,7 +115,8 @@ class Turns:
         return dict(self._workers.ask(order, only=host)[0])
 
     def staged_bytes(self) -> tuple[int, int]:
-        """Return the bytes that all servers have merged, and copied before the merge."""
+        """Return the bytes that all servers have merged in the steps of `warm_up`, and copied
+        before the merge."""
         copied = [reply["copied"] for reply in self._servers.ask({"do": "used"})]
         return sum(one["merged"] for one in copied), sum(one["staged"] for one in copied)
 

@@ -196,6 +196,9 @@ class KeyState:
 
 def as_tensor(data: memoryview) -> Tensor:
     """Return uint8[n] over received bytes, or over a copy if they are not aligned or writable."""
+    if not data:
+        # An empty array may have strides that no view of a tensor can have.
+        return torch.empty(0, dtype=torch.uint8)
     array = np.frombuffer(data, np.uint8)
     if array.ctypes.data % 8 or not array.flags.writeable:
         array = array.copy()

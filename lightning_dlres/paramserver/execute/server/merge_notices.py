@@ -7,7 +7,7 @@ slow link a value waits behind those before it, and pushes would wait with it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -48,17 +48,22 @@ class MergeNoticeSender:
             self._server.trust(message.connection)
             self._listeners[request.worker] = name
 
-    def tell(self, key: int, answers: Sequence[Answer]) -> None:
-        """Tell workers that a push has let the server answer several of them."""
-        if len(answers) < 2:
-            return
-        for answer in answers:
-            name = self._listeners.get(answer.worker)
-            if name is None or answer.kind not in (protocol.VALUE, protocol.MERGED):
-                continue
-            notice = protocol.MergeNotice(key=key, number=answer.number)
+    def tell(self, answers: Iterable[tuple[int, Sequence[Answer]]]) -> None:
+        """Tell workers about pushes, each of which has let the server answer several of them.
+
+        Args:
+            answers: Key of each push, and the answers.
+        """
+        notices: dict[str, list[protocol.MergeNotice]] = {}
+        for key, of_key in answers:
+            for answer in of_key if len(of_key) > 1 else ():
+                name = self._listeners.get(answer.worker)
+                if name is not None and answer.kind in (protocol.VALUE, protocol.MERGED):
+                    notice = protocol.MergeNotice(key=key, number=answer.number)
+                    notices.setdefault(name, []).append(notice)
+        for name, own in notices.items():
             # A lost notice does no harm: the value itself comes, and is asked for if it is late.
             with contextlib.suppress(PeerError):
                 self._server.send(
-                    name, protocol.NOTICE, sequence=0, details=msgspec.msgpack.encode(notice)
+                    name, protocol.NOTICE, sequence=0, details=msgspec.msgpack.encode(own)
                 )

@@ -24,6 +24,7 @@ from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.core.wire.message import Message
 from lightning_dlres.core.wire.server import Server, SocketLimits
 from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.riders import pushes_with_riders
 from lightning_dlres.paramserver.execute.server.consistency import Answer
 from lightning_dlres.paramserver.execute.server.merge_notices import MergeNoticeSender
 from lightning_dlres.paramserver.execute.server.shard import MAX_WORKERS, Shard
@@ -311,13 +312,14 @@ class ParameterServer:
 
     def _push(self, message: Message) -> None:
         admitted = self._admitted(message, protocol.Push)
-        if admitted is not None:
-            shard, push = admitted
-            shard.members.by_index[push.worker].pushed_bytes += len(message.payload)
-            answers = shard.push(push, memoryview(message.payload))
-            assert self._notices is not None
-            self._notices.tell(push.key, answers)
-            self._reply(push.key, answers)
+        if admitted is None or self._notices is None:
+            return
+        shard, answered = admitted[0], []
+        for push, payload in pushes_with_riders(admitted[1], memoryview(message.payload)):
+            shard.members.by_index[push.worker].pushed_bytes += len(payload)
+            answered.append((push.key, shard.push(push, payload)))
+            self._reply(*answered[-1])
+        self._notices.tell(answered)
 
     def _pull(self, message: Message) -> None:
         admitted = self._admitted(message, protocol.KeyRequest)
@@ -337,8 +339,7 @@ class ParameterServer:
         # A restarted server waits for pushes; the worker asks again.
         if admitted is not None and admitted[0].has_applied(admitted[1]):
             shard, request = admitted
-            payload = shard.state_of(request.key).payload().tobytes()
-            self._answer(message, protocol.CONTENT, payload)
+            self._answer(message, protocol.CONTENT, shard.state_of(request.key).payload().tobytes())
 
     def _state(self, message: Message) -> None:
         admitted = self._admitted(message, protocol.ContentRequest)
@@ -386,8 +387,8 @@ class ParameterServer:
 
     def _listen(self, message: Message) -> None:
         request = message.decode_details(protocol.Request)
-        if self._shard is not None and request.job == self._shard.setup.job:
-            assert self._notices is not None
+        is_own = self._shard is not None and request.job == self._shard.setup.job
+        if is_own and self._notices is not None:
             self._notices.listen(request, message)
 
     def _reply(self, key: int, answers: Iterable[Answer]) -> None:

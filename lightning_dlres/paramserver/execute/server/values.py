@@ -11,17 +11,22 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 import zmq
+from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import PeerError
 from lightning_dlres.core.wire.server import Server
 from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.riders import MessageRoom, rider
 from lightning_dlres.paramserver.execute.sending_waits import SendingWait
 from lightning_dlres.paramserver.execute.server.key_state import KeyState
 from lightning_dlres.paramserver.execute.server.shard import Shard
 
 # Bytes that ZeroMQ holds for one worker at a time.
 _IN_FLIGHT_BYTES = 2 << 20
+# Bytes of a reply in a message's details.
+_REPLY_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -104,16 +109,52 @@ class ValueQueue:
                 has_moved = True
             while queue.keys and queue.nbytes < _IN_FLIGHT_BYTES:
                 has_moved = True
-                key = heapq.heappop(queue.keys)
-                number = queue.numbers.pop(key)
-                if not self._send(worker, queue, self._shard.states[key], number):
+                if not self._send(worker, queue, self._next(queue)):
                     self.forget(worker)
                     break
         self.wait.note(has_moved=has_moved)
 
-    def _send(self, worker: int, queue: _Queue, state: KeyState, number: int) -> bool:
-        """Send the value of a key; return False if the worker is not connected."""
-        member, latest = self._shard.members.by_index[worker], state.applied[worker]
+    def _next(self, queue: _Queue) -> list[tuple[KeyState, int]]:
+        """Remove and return the keys of the next message, the largest one first, with the numbers
+        that the worker has asked for."""
+        room, chosen = MessageRoom(), []
+        while queue.keys and room.take(self._shard.states[queue.keys[0]].key.nbytes, _REPLY_BYTES):
+            key = heapq.heappop(queue.keys)
+            chosen.append((self._shard.states[key], queue.numbers.pop(key)))
+        return sorted(chosen, key=lambda one: one[0].key.nbytes, reverse=True)
+
+    def _send(self, worker: int, queue: _Queue, chosen: list[tuple[KeyState, int]]) -> bool:
+        """Send the values of keys; return False if the worker is not connected."""
+        member, (state, number) = self._shard.members.by_index[worker], chosen[0]
+        reply, payload = self._value(worker, state, number)
+        others = [self._value(worker, one, its_number) for one, its_number in chosen[1:]]
+        riders = [rider(msgspec.msgpack.encode(its), data.data) for its, data in others]
+        is_latest = reply.number == state.applied[worker]
+        try:
+            tracker = self._server.send_tracked(
+                member.peer,
+                protocol.VALUE,
+                payload.data,
+                sequence=0,
+                details=msgspec.msgpack.encode(msgspec.structs.replace(reply, riders=riders)),
+                payload_checksum=state.checksum() if is_latest else None,
+            )
+        except PeerError:
+            # The worker asks again when it is back, or when it reads again.
+            return False
+        if is_latest:
+            state.note_sent(tracker)
+        for its, data in [(reply, payload), *others]:
+            queue.in_flight.append(_Sent(tracker, its.key, its.number, data.nbytes))
+            queue.nbytes += data.nbytes
+            member.pulled_bytes += data.nbytes
+        return True
+
+    def _value(
+        self, worker: int, state: KeyState, number: int
+    ) -> tuple[protocol.KeyReply, NDArray[np.uint8]]:
+        """Return the reply and the value of a key for a worker that has asked for a number."""
+        latest = state.applied[worker]
         is_previous = number == latest - 1 and state.has_previous
         reply = protocol.KeyReply(
             key=state.key.index,
@@ -122,22 +163,4 @@ class ValueQueue:
             norm=0.0 if is_previous else state.applied_norm,
         )
         # The next push overwrites the previous value, so ZeroMQ gets a copy of it.
-        payload = state.previous().copy() if is_previous else state.payload()
-        try:
-            tracker = self._server.send_tracked(
-                member.peer,
-                protocol.VALUE,
-                payload.data,
-                sequence=0,
-                details=msgspec.msgpack.encode(reply),
-                payload_checksum=None if is_previous else state.checksum(),
-            )
-        except PeerError:
-            # The worker asks again when it is back, or when it reads again.
-            return False
-        if not is_previous:
-            state.note_sent(tracker)
-        queue.in_flight.append(_Sent(tracker, state.key.index, reply.number, state.key.nbytes))
-        queue.nbytes += state.key.nbytes
-        member.pulled_bytes += state.key.nbytes
-        return True
+        return reply, state.previous().copy() if is_previous else state.payload()

@@ -16,11 +16,11 @@ from collections import deque
 import msgspec
 
 from lightning_dlres.core.errors import PeerError, PeerLostError, ProtocolError
-from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.core.wire.endpoint import Client
 from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.core.wire.message import Buffer, Message
 from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.riders import push_details, values_with_riders
 from lightning_dlres.paramserver.execute.sending_waits import SendingWait
 from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
 from lightning_dlres.paramserver.execute.worker.merge_listener import MergeListener
@@ -165,7 +165,8 @@ class ServerLink:
         """Send what is due, and handle the next message."""
         with self._exchange.lock:
             self._send_pushes()
-            self._send_requests(time.monotonic())
+            if self._requests:
+                self._send_requests(time.monotonic())
             while self._posts and self._may_send():
                 kind, details, payload = self._posts.popleft()
                 self._client.send(kind, payload, details=details)
@@ -214,36 +215,34 @@ class ServerLink:
         while self._pushes and self._may_send():
             if self._window.is_full(time.monotonic(), self._pushes.first.position):
                 break
-            has_moved, entry = True, self._pushes.pop()
-            key_exchange, now = self._exchange.keys[entry.key], time.monotonic()
-            is_awaited = key_exchange.is_awaited and key_exchange.expected == entry.number
-            if is_awaited:
-                key_exchange.is_queued, key_exchange.touched = False, now
-            if entry.is_durable:
-                continue
-            tracker = self._client.send_tracked(
-                protocol.PUSH,
-                entry.payload,
-                details=self._current(entry.details),
-                payload_checksum=entry.payload_checksum(),
-            )
-            entry.trackers = [one for one in entry.trackers if not one.done]
-            entry.trackers.append(tracker)
-            nbytes = len(entry.payload)
-            self._window.sent(
-                entry.key, nbytes, tracker, now, position=entry.position, is_awaited=is_awaited
-            )
-            self._exchange.pushed_bytes += nbytes
+            has_moved = True
+            self._send_push(self._pushes.pop(), time.monotonic())
         self._wait.note(has_moved=has_moved)
 
-    def _current(self, details: bytes) -> bytes:
-        """Return the details of a push as one of this process, also if a predecessor made it."""
-        push = from_msgpack(details, protocol.Push)
-        if push.incarnation == self._exchange.incarnation:
-            return details
-        return msgspec.msgpack.encode(
-            msgspec.structs.replace(push, incarnation=self._exchange.incarnation)
+    def _send_push(self, entries: list[LogEntry], now: float) -> None:
+        """Send pushes in one message: the payload of the largest one has a frame of its own."""
+        keys = self._exchange.keys
+        awaited = [
+            e for e in entries if keys[e.key].is_awaited and keys[e.key].expected == e.number
+        ]
+        for entry in awaited:
+            keys[entry.key].is_queued, keys[entry.key].touched = False, now
+        entries = [entry for entry in entries if not entry.is_durable]
+        if not entries:
+            return
+        largest = max(entries, key=lambda entry: len(entry.payload) + len(entry.details))
+        riders = [(one.details, one.payload) for one in entries if one is not largest]
+        tracker = self._client.send_tracked(
+            protocol.PUSH,
+            largest.payload,
+            details=push_details(largest.details, riders, self._exchange.incarnation),
+            payload_checksum=largest.payload_checksum(),
         )
+        largest.trackers = [one for one in largest.trackers if not one.done]
+        largest.trackers.append(tracker)
+        for entry in entries:
+            self._window.sent(entry, tracker, now, is_awaited=entry in awaited)
+            self._exchange.pushed_bytes += len(entry.payload)
 
     def _send_requests(self, now: float) -> None:
         for sequence, pending in self._requests:
@@ -365,11 +364,14 @@ class ServerLink:
 
     def _handle_key(self, message: Message, now: float) -> None:
         reply = message.decode_details(protocol.KeyReply)
+        if message.kind == protocol.VALUE:
+            for own, payload in values_with_riders(reply, memoryview(message.payload)):
+                self._exchange.log.note_durable(own.key, own.durable)
+                self._take_value(self._own(own.key), own, payload)
+            return
         one = self._own(reply.key)
         self._exchange.log.note_durable(reply.key, reply.durable)
-        if message.kind == protocol.VALUE:
-            self._take_value(one, reply, message)
-        elif message.kind == protocol.MERGED:
+        if message.kind == protocol.MERGED:
             self._take_merged(one, reply)
         elif message.kind == protocol.WAITING:
             if reply.number == one.expected:
@@ -398,12 +400,11 @@ class ServerLink:
         text = bytes(message.payload[:_MAX_TEXT]).decode(errors="replace")
         return PeerError(f"{self.name} refused: {text}")
 
-    def _take_value(self, one: KeyExchange, reply: protocol.KeyReply, message: Message) -> None:
+    def _take_value(self, one: KeyExchange, reply: protocol.KeyReply, payload: memoryview) -> None:
         if reply.number >= one.number:
             one.is_unconfirmed = False
         if not one.is_awaited or reply.number < one.expected:
             return
-        payload = memoryview(message.payload)
         if len(payload) != one.key.nbytes:
             raise ProtocolError(f"{self.name} sent {len(payload)} bytes of {one.key}.")
         one.value, one.value_number, one.is_merged = payload, reply.number, False

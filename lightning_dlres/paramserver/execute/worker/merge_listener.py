@@ -65,9 +65,11 @@ class MergeListener:
         Raises:
             ProtocolError: If the server sent bytes that are not a message, or a malformed notice.
         """
-        while self._client is not None and (message := self._client.receive(0.0)):
+        if self._client is None or not self._client.is_readable:
+            return
+        while message := self._client.receive(0.0):
             if message.kind == protocol.NOTICE:
-                yield message.decode_details(protocol.MergeNotice)
+                yield from message.decode_details(list[protocol.MergeNotice])
 
     def reconnect(self) -> None:
         """Replace the connection by a new one."""

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import zmq
 
+from lightning_dlres.paramserver.execute.riders import MessageRoom
 from lightning_dlres.paramserver.execute.worker.push_lead import PushLead
 from lightning_dlres.paramserver.execute.worker.push_log import LogEntry
 
@@ -27,7 +28,7 @@ from lightning_dlres.paramserver.execute.worker.push_log import LogEntry
 _IN_FLIGHT_BYTES = 2 << 20
 # Bytes of pushes without an answer; further ones for each second of a round trip, as many as a link
 # of 4 Gbit/s carries.
-_UNANSWERED_BYTES, _BYTES_PER_SECOND = 4 << 20, 500e6
+_UNANSWERED_BYTES, _BYTES_PER_SECOND = 1 << 20, 500e6
 # The same while values come this many seconds after their notices: fewer bytes, and further ones
 # for the pushes of so many seconds at the rate of late.
 _LEAST_DELAY, _UNMERGED_BYTES, _UNMERGED_SECONDS = 0.05, 512 << 10, 0.04
@@ -66,9 +67,12 @@ class PushQueue:
         """The next entry to be sent."""
         return self._entries[self._places[0][1:]]
 
-    def pop(self) -> LogEntry:
-        """Remove and return the next entry to be sent."""
-        return self._entries.pop(heapq.heappop(self._places)[1:])
+    def pop(self) -> list[LogEntry]:
+        """Remove and return the next entries, which go out in one message."""
+        room, chosen = MessageRoom(), []
+        while self._places and room.take(len(self.first.payload), len(self.first.details)):
+            chosen.append(self._entries.pop(heapq.heappop(self._places)[1:]))
+        return chosen
 
 
 class PushWindow:
@@ -116,16 +120,10 @@ class PushWindow:
         return has_moved
 
     def sent(
-        self,
-        key: int,
-        nbytes: int,
-        tracker: zmq.MessageTracker,
-        now: float,
-        *,
-        position: int,
-        is_awaited: bool,
+        self, entry: LogEntry, tracker: zmq.MessageTracker, now: float, *, is_awaited: bool
     ) -> None:
-        """Note a push at a position in bytes; `is_awaited` says that an answer will come."""
+        """Note a push; `is_awaited` says that an answer will come."""
+        key, nbytes = entry.key, len(entry.payload)
         self._in_flight.append((tracker, nbytes))
         self._in_flight_bytes += nbytes
         if not (is_awaited and self._is_synchronous):
@@ -134,7 +132,7 @@ class PushWindow:
             self._last = now
         self._unanswered_bytes += nbytes - self._unanswered.get(key, 0)
         self._unanswered[key] = nbytes
-        self._lead.sent(self._server, key, position)
+        self._lead.sent(self._server, key, entry.position)
 
     def answered(self, key: int, now: float) -> None:
         """Note that a key's value has arrived, or that it was merged."""
