@@ -1,13 +1,16 @@
 """Copies from the mirror to the device: in a thread of their own, or on a stream of a GPU.
 
 The copies of a thread release Python's lock. They take one processor, so that the others go on
-computing.
+computing. A thread that waits for a copy computes nothing, and helps.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import threading
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -16,6 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dlres.core.device.copiers import StreamCopier
+
+# Bytes of a part of a copy, about.
+_PART_BYTES = 2 << 20
 
 
 class StartedFetch(Protocol):
@@ -48,13 +54,11 @@ class ThreadFetcher:
     def start(self, source: Tensor, target: Tensor) -> StartedFetch:
         """See `Fetcher.start`."""
         # The arrays are made here: in the other thread, it would compete for Python's lock.
-        arrays = [target.numpy(), source.numpy()]
-        if os.getpid() == self._process:
-            return _Copy(self._executor.submit(_copy, arrays), arrays)
+        copy = _Copy(target.numpy(), source.numpy())
         # A process that user code has forked has no such thread.
-        done = Future[float]()
-        done.set_result(_copy(arrays))
-        return _Copy(done, arrays)
+        if os.getpid() == self._process:
+            copy.future = self._executor.submit(copy.help)
+        return copy
 
     def close(self) -> None:
         """See `Fetcher.close`."""
@@ -62,19 +66,56 @@ class ThreadFetcher:
 
 
 class _Copy:
-    def __init__(self, future: Future[float], arrays: list[NDArray[np.uint8]]) -> None:
-        self._future, self._arrays = future, arrays
+    """Copy in parts, by the thread from the front and by the one that waits from the back.
+
+    Attributes:
+        future: Work of the thread; None without one.
+    """
+
+    def __init__(self, target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
+        # Empty once all is copied: the executor holds this object for longer.
+        self._arrays = [target, source]
+        self._part_bytes = math.ceil(len(source) / max(1, round(len(source) / _PART_BYTES)))
+        self._parts = deque(range(0, len(source), self._part_bytes or 1))
+        self._unfinished, self._lock = len(self._parts), threading.Lock()
+        if not self._parts:
+            self._arrays.clear()
+        self._seconds: list[float] = []
         self._process = os.getpid()
+        self.future: Future[None] | None = None
 
     def wait(self) -> None:
-        self.seconds()
+        # A process that user code has forked has no such thread, and locks may be held for ever.
+        if os.getpid() == self._process:
+            self.help(from_front=False)
+            if self._arrays and self.future is not None:
+                self.future.result()
+        if self._arrays:
+            # A part is missing: this process was forked amid it, or it was interrupted.
+            target, source = self._arrays
+            np.copyto(target, source)
+            self._arrays.clear()
 
     def seconds(self) -> float:
-        if os.getpid() != self._process:
-            # The thread has stayed in the parent of this process. It releases the arrays when the
-            # copy is complete. The future's lock may be held for ever here.
-            return _copy(self._arrays) if self._arrays else 0.0
-        return self._future.result()
+        self.wait()
+        return sum(self._seconds)
+
+    def help(self, from_front: bool = True) -> None:
+        """Copy parts until none is left."""
+        while True:
+            try:
+                first = self._parts.popleft() if from_front else self._parts.pop()
+            except IndexError:
+                return
+            start = time.perf_counter()
+            target, source = (array[first : first + self._part_bytes] for array in self._arrays)
+            np.copyto(target, source)
+            del target, source
+            self._seconds.append(time.perf_counter() - start)
+            with self._lock:
+                self._unfinished -= 1
+                if not self._unfinished:
+                    self._arrays.clear()
 
 
 class StreamFetcher:
@@ -96,16 +137,3 @@ class StreamFetcher:
     def close(self) -> None:
         """See `Fetcher.close`."""
         self._copier.synchronize()
-
-
-def _copy(arrays: list[NDArray[np.uint8]]) -> float:
-    """Copy the second array to the first one, and release both.
-
-    The executor holds the list for a while after the result is known.
-    """
-    start = time.perf_counter()
-    target, source = arrays
-    np.copyto(target, source)
-    del target, source
-    arrays.clear()
-    return time.perf_counter() - start

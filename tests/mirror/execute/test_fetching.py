@@ -4,13 +4,77 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from lightning_dlres.mirror.execute import fetching
 from lightning_dlres.mirror.execute.fetching import ThreadFetcher
 
 CHILD_SECONDS = 60
+SECONDS = 20.0
+
+
+@pytest.fixture
+def busy() -> Iterator[tuple[ThreadFetcher, threading.Event]]:
+    """A fetcher whose thread does nothing until the event is set."""
+    fetcher, end = ThreadFetcher(), threading.Event()
+    fetcher._executor.submit(end.wait, SECONDS)
+    yield fetcher, end
+    end.set()
+    fetcher.close()
+
+
+@example(0)
+@example(1)
+@example(3 << 20)
+@given(st.integers(0, 9 << 20))
+def test_all_bytes_are_copied(nbytes: int) -> None:
+    source = (torch.arange(nbytes) % 251).to(torch.uint8)
+    fetcher = ThreadFetcher()
+    # Both threads copy parts of these, or one of them copies all.
+    targets = [torch.zeros_like(source) for _ in range(3)]
+    for started in [fetcher.start(source, target) for target in targets]:
+        started.wait()
+        assert started.seconds() >= 0
+    for target in targets:
+        assert torch.equal(target, source)
+    fetcher.close()
+
+
+def test_a_wait_needs_no_thread(busy: tuple[ThreadFetcher, threading.Event]) -> None:
+    source = torch.arange(1 << 20).view(torch.uint8)
+    target = torch.zeros_like(source)
+    started = busy[0].start(source, target)
+    started.wait()
+    assert torch.equal(target, source)
+    assert started.seconds() > 0
+
+
+def test_an_interrupted_wait_leaves_nothing_out(
+    busy: tuple[ThreadFetcher, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = torch.arange(1 << 20).view(torch.uint8)
+    target = torch.zeros_like(source)
+    started = busy[0].start(source, target)
+
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fetching.np, "copyto", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            started.wait()
+    assert not torch.equal(target, source)
+    # The thread copies the other parts only.
+    busy[1].set()
+    started.wait()
+    assert torch.equal(target, source)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
