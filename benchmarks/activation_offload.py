@@ -37,8 +37,8 @@ from lightning_dlres.memory.profile.meter import AllocatorMeter, ProfilerMeter
 # Budgets, as parts of the bytes that plain training saves for backward.
 BUDGETS = (0.75, 0.5, 0.3)
 PICTURE = Path("build/activation_offload.png")
-# Largest step time with half of the saved bytes: on a GPU over that of plain training, on the CPU
-# over the bound, which is a plain step and the copies.
+# Largest step time with half of the saved bytes. On a GPU it is divided by that of plain training,
+# on the CPU by the bound: a plain step and the copies.
 SLOWER_TARGET, BOUND_TARGET = 1.05, 1.03
 # Relative difference in bytes or time up to which two trainings count as equal.
 _NOISE = 0.02
@@ -328,7 +328,8 @@ def half_of(ways: Sequence[Way]) -> Way:
 def copy_seconds(way: Way) -> float:
     """Return the seconds of all copies of a step, at the rates that the offloader has measured.
 
-    Half of the copied bytes go out, and half come back. Recomputed tensors are not copied.
+    Half of the copied bytes go out, and half come back. Recomputed tensors are not copied, and
+    their time is not counted.
     """
     assert way.offloader is not None
     plan, profile = way.offloader.plan, way.offloader.profile

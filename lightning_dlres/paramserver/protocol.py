@@ -1,9 +1,9 @@
 """Messages between workers and servers.
 
-A message's details are one of the structs here. Its payload is raw data: a gradient, a parameter,
-or a struct that is too large for details. A request carries a token that only the workers of a job
-know, and the incarnation of its sender. An answer has the sequence number of its request, unless it
-is about a key: the key and its number then say what it answers.
+A message's details are one of the structs here, or a list of them. Its payload is raw data: a
+gradient, a parameter, or a struct that is too large for details. A request carries a token that
+only the workers of a job know, and the incarnation of its sender. An answer has the sequence number
+of its request, unless it is about a key: the key and its number then say what it answers.
 
 Every request may be repeated: the server carries out a push once, by its key and number.
 """

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.support.parameter_server.processor_time import thread_seconds
@@ -58,6 +59,8 @@ def used(counter: Counter[str]) -> Message:
 def count_copies() -> tuple[Counter[str], Callable[[], None]]:
     """Count the bytes that are read by the merge ("merged"), and copied before it ("staged").
 
+    Small keys in the messages of others are always copied.
+
     Returns:
         The counter, and a function that ends the count.
     """
@@ -67,7 +70,7 @@ def count_copies() -> tuple[Counter[str], Callable[[], None]]:
     def counted(data: memoryview) -> torch.Tensor:
         values = as_tensor(data)
         counter["merged"] += len(data)
-        address = torch.frombuffer(data, dtype=torch.uint8).data_ptr() if len(data) else 0
+        address = np.frombuffer(data, np.uint8).ctypes.data if len(data) else 0
         counter["staged"] += len(data) * (address != values.data_ptr())
         return values
 

@@ -26,15 +26,15 @@ from lightning_dlres.core.errors import (
     got_expected,
 )
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.core.wire.addresses import has_port
 from lightning_dlres.core.wire.keys import CurveKeys, check_key, use_keys
 from lightning_dlres.core.wire.message import Buffer, Message, pack, protocol_error, unpack
 
 # Domain of ZeroMQ's authentication protocol (ZAP).
 ZAP_DOMAIN = "dlres"
-PORTS = range(1 << 16)
 # Bytes by which encryption makes a frame longer, at most.
 ENCRYPTION_BYTES = 64
-# Flag of all frames of a message but the last. Python is slow with those of an enum.
+# Flag of all frames of a message but the last; an int, since flags of an enum are slow.
 _MORE = int(zmq.SNDMORE)
 # Time limit of ZeroMQ's handshake in milliseconds; a slower connection is closed.
 _HANDSHAKE_MS = 10_000
@@ -76,7 +76,8 @@ class Endpoint:
             context of its own.
 
     Attributes:
-        is_readable: True if the last `receive` of the endpoint `beside` has seen a message here.
+        is_readable: True if the last `receive` of the endpoint `beside` has seen a message here;
+            False without one.
     """
 
     # Monitor event that announces a connection: for a server when TCP has connected, so that its
@@ -202,7 +203,11 @@ class Endpoint:
         self._wake_writer.close()
 
     def _poll(self, timeout: float) -> dict[Any, int]:
-        return dict(self._poller.poll(max(0, math.ceil(timeout * 1000))))
+        ready = dict(self._poller.poll(max(0, math.ceil(timeout * 1000))))
+        if not ready:
+            # An exception, as of a signal, may have ended `interrupt` before its byte was sent.
+            self._is_interrupted = False
+        return ready
 
     def _receive_message(self) -> Message:
         """Return the message that is ready to be read.
@@ -442,9 +447,3 @@ class Client(Endpoint):
         )[1]
         assert tracker is not None
         return tracker
-
-
-def has_port(address: str) -> bool:
-    """Return True if an address, such as "tcp://10.0.0.1:5555", ends with a port to connect to."""
-    port = address.rpartition(":")[2]
-    return port.isdecimal() and int(port) in PORTS[1:]

@@ -21,10 +21,10 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from lightning_dlres.core.checks import whole_number
 from lightning_dlres.core.errors import ConfigError, ProtocolError, got_expected
+from lightning_dlres.core.wire.addresses import PORTS
 from lightning_dlres.core.wire.connections import Connections, connection_limit, needed_files
 from lightning_dlres.core.wire.endpoint import (
     ENCRYPTION_BYTES,
-    PORTS,
     ZAP_DOMAIN,
     ConnectionEvent,
     Endpoint,

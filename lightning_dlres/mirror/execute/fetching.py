@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_dlres.core.device.copiers import StreamCopier
 
-# Bytes of a part of a copy, about.
+# Size of a part in bytes, about. With smaller parts, the thread needs Python's lock more often.
 _PART_BYTES = 2 << 20
 
 
@@ -31,14 +31,17 @@ class StartedFetch(Protocol):
         """Let the work that is issued from now on begin after the copy is done."""
 
     def seconds(self) -> float:
-        """Return the time that the copy took, after it is done."""
+        """Return the time of the copy by one thread or stream, after it is done."""
 
 
 class Fetcher(Protocol):
     """Copier from the mirror to the device."""
 
     def start(self, source: Tensor, target: Tensor) -> StartedFetch:
-        """Start to copy uint8[n] in the mirror to uint8[n] on the device. Copies run in order."""
+        """Start to copy uint8[n] in the mirror to uint8[n] on the device.
+
+        Copies run in order, but one that is waited for may overtake others.
+        """
 
     def close(self) -> None:
         """Wait for all copies, and release the threads."""
@@ -55,9 +58,9 @@ class ThreadFetcher:
         """See `Fetcher.start`."""
         # The arrays are made here: in the other thread, it would compete for Python's lock.
         copy = _Copy(target.numpy(), source.numpy())
-        # A process that user code has forked has no such thread.
+        # A process that user code has forked has no such thread, and copies when it waits.
         if os.getpid() == self._process:
-            copy.future = self._executor.submit(copy.help)
+            copy.future = self._executor.submit(copy.copy_parts)
         return copy
 
     def close(self) -> None:
@@ -66,41 +69,45 @@ class ThreadFetcher:
 
 
 class _Copy:
-    """Copy in parts, by the thread from the front and by the one that waits from the back.
+    """Copy in parts. The fetcher's thread takes them from the front, and one that waits from the
+    back.
 
     Attributes:
-        future: Work of the thread; None without one.
+        future: Work of the fetcher's thread; None without one.
     """
 
     def __init__(self, target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
         # Empty once all is copied: the executor holds this object for longer.
         self._arrays = [target, source]
-        self._part_bytes = math.ceil(len(source) / max(1, round(len(source) / _PART_BYTES)))
-        self._parts = deque(range(0, len(source), self._part_bytes or 1))
-        self._unfinished, self._lock = len(self._parts), threading.Lock()
+        self._nbytes = len(source)
+        self._part_bytes = math.ceil(self._nbytes / max(1, round(self._nbytes / _PART_BYTES)))
+        self._parts = deque(range(0, self._nbytes, self._part_bytes or 1))
+        self._unfinished = len(self._parts)
         if not self._parts:
             self._arrays.clear()
         self._seconds: list[float] = []
+        self._lock, self._wait_lock = threading.Lock(), threading.Lock()
         self._process = os.getpid()
         self.future: Future[None] | None = None
 
     def wait(self) -> None:
-        # A process that user code has forked has no such thread, and locks may be held for ever.
-        if os.getpid() == self._process:
-            self.help(from_front=False)
+        if os.getpid() != self._process:
+            # The process was forked during the copy: the thread is missing, and locks may be held
+            # for ever.
+            self._copy_all()
+            return
+        with self._wait_lock:
+            self.copy_parts(from_front=False)
             if self._arrays and self.future is not None:
                 self.future.result()
-        if self._arrays:
-            # A part is missing: this process was forked amid it, or it was interrupted.
-            target, source = self._arrays
-            np.copyto(target, source)
-            self._arrays.clear()
+            # An exception, as of a signal, may have ended a part.
+            self._copy_all()
 
     def seconds(self) -> float:
         self.wait()
         return sum(self._seconds)
 
-    def help(self, from_front: bool = True) -> None:
+    def copy_parts(self, from_front: bool = True) -> None:
         """Copy parts until none is left."""
         while True:
             try:
@@ -116,6 +123,13 @@ class _Copy:
                 self._unfinished -= 1
                 if not self._unfinished:
                     self._arrays.clear()
+
+    def _copy_all(self) -> None:
+        """Copy everything, unless all parts are copied."""
+        if self._arrays:
+            target, source = self._arrays
+            np.copyto(target, source)
+            self._arrays.clear()
 
 
 class StreamFetcher:

@@ -1,8 +1,8 @@
 """Riders: small keys whose payloads travel in the message of another key.
 
-Half of a model's parameters may be biases and norms of a few KiB, and each message takes about as
-much processor time as the copies of 100 KiB. So a message has one payload of any size in a frame of
-its own, and the payloads of small keys in its details.
+Half of a model's parameters may be biases and norms of a few KiB, and a message takes more
+processor time than their copies. So a message has one payload of any size in a frame of its own.
+The payloads of small keys are in its details.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.paramserver import protocol
 
-# Largest payload of a rider, and most bytes of all riders of a message, in bytes. Details may have
-# 64 KiB.
+# Largest payload of a rider, and most bytes of the details of a message with riders. A message's
+# details may have 64 KiB.
 _MOST_BYTES, _ROOM_BYTES = 16 << 10, 32 << 10
 
 
@@ -26,10 +26,10 @@ class MessageRoom:
     def __init__(self) -> None:
         self._count, self._left, self._has_large = 0, _ROOM_BYTES, False
 
-    def take(self, payload_bytes: int, details_bytes: int = 0) -> bool:
+    def take(self, payload_bytes: int, details_bytes: int) -> bool:
         """Return True if a key fits, and take its room; the first one always fits."""
-        is_large = payload_bytes + details_bytes > _MOST_BYTES
-        needed = 0 if is_large else payload_bytes + details_bytes
+        is_large = payload_bytes > _MOST_BYTES
+        needed = details_bytes if is_large else details_bytes + payload_bytes
         is_full = (self._has_large and is_large) or needed > self._left
         if self._count and (is_full or self._count > protocol.MOST_RIDERS):
             return False

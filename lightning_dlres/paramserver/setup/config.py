@@ -18,7 +18,7 @@ from lightning_dlres.core.checks import (
 )
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import format_bytes, parse_bytes, parse_seconds
-from lightning_dlres.core.wire.endpoint import has_port
+from lightning_dlres.core.wire.addresses import has_port
 from lightning_dlres.paramserver.execute.server.consistency import CONSISTENCIES
 from lightning_dlres.paramserver.gradient_codecs import job_codec
 from lightning_dlres.paramserver.protocol import FRAME_BYTES

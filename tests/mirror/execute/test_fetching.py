@@ -71,7 +71,6 @@ def test_an_interrupted_wait_leaves_nothing_out(
         with pytest.raises(KeyboardInterrupt):
             started.wait()
     assert not torch.equal(target, source)
-    # The thread copies the other parts only.
     busy[1].set()
     started.wait()
     assert torch.equal(target, source)

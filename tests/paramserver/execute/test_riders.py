@@ -61,11 +61,12 @@ def test_a_message_has_one_large_payload_and_few_bytes_of_small_ones(
     keys: list[tuple[int, int]],
 ) -> None:
     room = MessageRoom()
-    taken = [sum(key) for key in keys if room.take(*key)]
-    assert taken[:1] == [sum(key) for key in keys[:1]]
+    taken = [key for key in keys if room.take(*key)]
+    assert taken[:1] == keys[:1]
     assert len(taken) <= protocol.MOST_RIDERS + 1
-    # With their own header, all but the largest fit into the details of a message.
-    assert sum(taken) - max(taken, default=0) <= LARGE
+    # The largest payload has a frame of its own. All else fits into the details of a message.
+    payloads = sum(payload for payload, _ in taken) - max((one for one, _ in taken), default=0)
+    assert len(taken) < 2 or payloads + sum(details for _, details in taken) <= LARGE
 
 
 def test_pushes_in_a_row_leave_together() -> None:
@@ -77,6 +78,14 @@ def test_pushes_in_a_row_leave_together() -> None:
     while queue:
         popped.append([entry.key for entry in queue.pop()])
     assert popped == [[0, 1, 2, 3, 4], [5, 6]]
+
+
+def test_pushes_of_one_key_leave_in_their_order() -> None:
+    queue, sizes = PushQueue(), [0, LARGE, 8]
+    for order, size in enumerate(sizes):
+        entry = LogEntry(order % 2, 1 + order, b"", memoryview(bytes(size)), -1.0, order, 0, size)
+        queue.add(entry)
+    assert [[entry.number for entry in queue.pop()] for _ in range(2)] == [[1, 2], [3]]
 
 
 def test_pushes_of_a_predecessor_go_out_as_those_of_this_process() -> None:
@@ -197,3 +206,28 @@ def test_a_bad_rider_is_refused_before_anything_changes(stack: ExitStack) -> Non
     expected = trained_alone(2, 1)
     for name, value in later.parameters.items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("is_rider", [False, True])
+def test_a_server_releases_no_push_to_another_one(stack: ExitStack, is_rider: bool) -> None:
+    servers = [stack.enter_context(ParameterServer()) for _ in range(2)]
+    worker = new_worker([server.address for server in servers], shapes())
+    stack.callback(worker.session.close)
+    worker.session.start()
+    worker.session.join()
+    own, foreign = (
+        next(key.index for key in worker.job.keys if key.server == server) for server in (0, 1)
+    )
+    reply = protocol.KeyReply(key=foreign, number=1, durable=1 << 62)
+    if is_rider:
+        details = msgspec.msgpack.encode(reply)
+        reply = protocol.KeyReply(key=own, number=0, riders=[rider(details, memoryview(b""))])
+    encoded = msgspec.msgpack.encode(reply)
+    message = Message(protocol.VALUE, 0, b"", "server 0", 0, encoded)
+    exchange = worker.session.exchange
+    with exchange.lock:
+        worker.push()
+        with pytest.raises(ProtocolError, match="which is not one of its own"):
+            worker.session._links[0]._handle(message, 0.0)
+        assert exchange.log.get(foreign, 1) is not None
+    worker.land()

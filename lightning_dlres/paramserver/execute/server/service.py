@@ -315,17 +315,18 @@ class ParameterServer:
         if admitted is None or self._notices is None:
             return
         shard, answered = admitted[0], []
-        for push, payload in pushes_with_riders(admitted[1], memoryview(message.payload)):
-            shard.members.by_index[push.worker].pushed_bytes += len(payload)
-            answered.append((push.key, shard.push(push, payload)))
-            self._reply(*answered[-1])
-        self._notices.tell(answered)
+        try:
+            for push, payload in pushes_with_riders(admitted[1], memoryview(message.payload)):
+                shard.members.by_index[push.worker].pushed_bytes += len(payload)
+                answered.append((push.key, shard.push(push, payload)))
+                self._reply(*answered[-1])
+        finally:
+            self._notices.tell(answered)
 
     def _pull(self, message: Message) -> None:
         admitted = self._admitted(message, protocol.KeyRequest)
         if admitted is not None:
-            shard, request = admitted
-            self._reply(request.key, [shard.pull(request)])
+            self._reply(admitted[1].key, [admitted[0].pull(admitted[1])])
 
     def _commit(self, message: Message) -> None:
         admitted = self._admitted(message, protocol.Commit)
@@ -351,8 +352,7 @@ class ParameterServer:
     def _versions(self, message: Message) -> None:
         admitted = self._admitted(message, protocol.Request)
         if admitted is not None:
-            shard, request = admitted
-            payload = msgspec.msgpack.encode(shard.versions(request.worker))
+            payload = msgspec.msgpack.encode(admitted[0].versions(admitted[1].worker))
             self._answer(message, protocol.VERSIONS, payload)
 
     def _ping(self, message: Message) -> None:

@@ -30,7 +30,7 @@ class KeyExchange:
         key: The key.
         number: Number of the latest push; 0 before the first.
         expected: Smallest number that the awaited value may have; -1 if none is awaited.
-        value: Value that has arrived, in ZeroMQ's memory; None before.
+        value: Value that has arrived, in the memory of its message; None before.
         value_number: Its number.
         is_merged: True if the server waits for the commit of the awaited number.
         is_committed: True once this worker has committed the awaited number.

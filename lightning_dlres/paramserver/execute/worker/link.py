@@ -230,7 +230,7 @@ class ServerLink:
         entries = [entry for entry in entries if not entry.is_durable]
         if not entries:
             return
-        largest = max(entries, key=lambda entry: len(entry.payload) + len(entry.details))
+        largest = max(entries, key=lambda entry: len(entry.payload))
         riders = [(one.details, one.payload) for one in entries if one is not largest]
         tracker = self._client.send_tracked(
             protocol.PUSH,
@@ -366,8 +366,7 @@ class ServerLink:
         reply = message.decode_details(protocol.KeyReply)
         if message.kind == protocol.VALUE:
             for own, payload in values_with_riders(reply, memoryview(message.payload)):
-                self._exchange.log.note_durable(own.key, own.durable)
-                self._take_value(self._own(own.key), own, payload)
+                self._take_value(own, payload)
             return
         one = self._own(reply.key)
         self._exchange.log.note_durable(reply.key, reply.durable)
@@ -400,9 +399,10 @@ class ServerLink:
         text = bytes(message.payload[:_MAX_TEXT]).decode(errors="replace")
         return PeerError(f"{self.name} refused: {text}")
 
-    def _take_value(self, one: KeyExchange, reply: protocol.KeyReply, payload: memoryview) -> None:
-        if reply.number >= one.number:
-            one.is_unconfirmed = False
+    def _take_value(self, reply: protocol.KeyReply, payload: memoryview) -> None:
+        one = self._own(reply.key)
+        self._exchange.log.note_durable(reply.key, reply.durable)
+        one.is_unconfirmed = one.is_unconfirmed and reply.number < one.number
         if not one.is_awaited or reply.number < one.expected:
             return
         if len(payload) != one.key.nbytes:

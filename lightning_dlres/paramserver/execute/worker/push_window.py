@@ -68,11 +68,14 @@ class PushQueue:
         return self._entries[self._places[0][1:]]
 
     def pop(self) -> list[LogEntry]:
-        """Remove and return the next entries, which go out in one message."""
-        room, chosen = MessageRoom(), []
-        while self._places and room.take(len(self.first.payload), len(self.first.details)):
-            chosen.append(self._entries.pop(heapq.heappop(self._places)[1:]))
-        return chosen
+        """Remove and return the next entries, of different keys, which go out in one message."""
+        room, chosen = MessageRoom(), dict[int, LogEntry]()
+        while self._places and self.first.key not in chosen:
+            if not room.take(len(self.first.payload), len(self.first.details)):
+                break
+            entry = self._entries.pop(heapq.heappop(self._places)[1:])
+            chosen[entry.key] = entry
+        return list(chosen.values())
 
 
 class PushWindow:

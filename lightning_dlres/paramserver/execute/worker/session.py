@@ -1,7 +1,7 @@
 """A worker's session with the servers of a job: join, push, wait, land, leave.
 
 Each push gets the next number of its key. A value with that number, or a larger one, answers it.
-Values that arrive early stay in ZeroMQ's memory until `land` copies them into the parameters:
+Values that arrive early stay in their messages until `land` copies them into the parameters:
 backward may still need the old ones.
 """
 
