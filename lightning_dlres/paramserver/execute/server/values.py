@@ -127,8 +127,8 @@ class ValueQueue:
         """Send the values of keys; return False if the worker is not connected."""
         member, (state, number) = self._shard.members.by_index[worker], chosen[0]
         reply, payload = self._value(worker, state, number)
-        others = [self._value(worker, one, its_number) for one, its_number in chosen[1:]]
-        riders = [rider(msgspec.msgpack.encode(its), data.data) for its, data in others]
+        small = [self._value(worker, *state_and_number) for state_and_number in chosen[1:]]
+        riders = [rider(msgspec.msgpack.encode(part), value.data) for part, value in small]
         is_latest = reply.number == state.applied[worker]
         try:
             tracker = self._server.send_tracked(
@@ -144,10 +144,10 @@ class ValueQueue:
             return False
         if is_latest:
             state.note_sent(tracker)
-        for its, data in [(reply, payload), *others]:
-            queue.in_flight.append(_Sent(tracker, its.key, its.number, data.nbytes))
-            queue.nbytes += data.nbytes
-            member.pulled_bytes += data.nbytes
+        for part, value in [(reply, payload), *small]:
+            queue.in_flight.append(_Sent(tracker, part.key, part.number, value.nbytes))
+            queue.nbytes += value.nbytes
+            member.pulled_bytes += value.nbytes
         return True
 
     def _value(
