@@ -16,8 +16,8 @@ processor time of all processes, divided by the number of processors.
 
 Each byte is copied once on its way from a gradient (to the worker's log), once from a message to
 the server's merged gradient, never from the server's parameter to ZeroMQ, and once from a message
-to the worker's parameter. The benchmark counts bytes that a server must copy once more because
-ZeroMQ's memory is not aligned. Needs root (see benchmarks/support/testbed).
+to the worker's parameter. The benchmark counts bytes that a server must copy once more, since they
+are not aligned, or came in the message of another key. Needs root (see benchmarks/support/testbed).
 """
 
 from __future__ import annotations

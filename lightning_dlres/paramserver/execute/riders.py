@@ -1,8 +1,8 @@
 """Riders: small keys whose payloads travel in the message of another key.
 
-Half of a model's parameters may be biases and norms of a few KiB, and a message takes more
-processor time than their copies. So a message has one payload of any size in a frame of its own.
-The payloads of small keys are in its details.
+Half of a model's parameters may be biases and norms of a few KiB, and each message costs both
+sides processor time. So a message has one payload of any size in a frame of its own. The payloads
+of small keys are in its details.
 """
 
 from __future__ import annotations

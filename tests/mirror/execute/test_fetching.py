@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_dlres.mirror.execute import fetching
 from lightning_dlres.mirror.execute.fetching import ThreadFetcher
+from tests.support.waiting import wait_until
 
 CHILD_SECONDS = 60
 SECONDS = 20.0
@@ -44,6 +45,16 @@ def test_all_bytes_are_copied(nbytes: int) -> None:
         assert started.seconds() >= 0
     for target in targets:
         assert torch.equal(target, source)
+    fetcher.close()
+
+
+def test_the_thread_needs_no_wait() -> None:
+    source = torch.arange(1 << 20).view(torch.uint8)
+    target = torch.zeros_like(source)
+    fetcher = ThreadFetcher()
+    started = fetcher.start(source, target)
+    wait_until(lambda: torch.equal(target, source), "the thread has copied all", SECONDS)
+    started.wait()
     fetcher.close()
 
 
