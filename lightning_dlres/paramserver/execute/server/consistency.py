@@ -199,9 +199,10 @@ class Synchronous:
             if clip_value:
                 state.gradient.clamp_(-clip_value, clip_value)
             state.require_unshared()
-            previous = state.parameter.detach().clone()
+            previous = state.spare.copy(state.parameter.detach())
             self._update(state)
-            # The clone becomes the gradient's tensor, so it is not copied a second time.
+            # The copy becomes the gradient's tensor, so it is not copied a second time.
+            state.spare.keep(state.gradient)
             state.gradient = previous
         else:
             state.gradient.copy_(state.parameter.detach())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,31 +17,8 @@ from lightning_dlres.core.arrays import byte_array
 from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.core.wire.checksum import checksum_of
 from lightning_dlres.paramserver import protocol
+from lightning_dlres.paramserver.execute.server.spare_tensors import SpareTensors
 from lightning_dlres.paramserver.plan.keys import Key
-
-
-class RetiredValues:
-    """Memory of former values of parameters, which ZeroMQ may still send.
-
-    It is used again for later values. If it were freed, the allocator would often not find a use
-    for the hole that it leaves among thousands of tensors.
-    """
-
-    def __init__(self) -> None:
-        self._retired: dict[object, deque[tuple[Tensor, list[zmq.MessageTracker]]]] = {}
-
-    def replace(self, value: Tensor, trackers: list[zmq.MessageTracker]) -> Tensor:
-        """Return a copy of a value, and keep the value's own memory for a later copy.
-
-        Args:
-            value: The value.
-            trackers: ZeroMQ's uses of its memory, which is free once all are done.
-        """
-        retired = self._retired.setdefault((value.dtype, value.shape), deque())
-        is_free = bool(retired) and all(tracker.done for tracker in retired[0][1])
-        copy = retired.popleft()[0] if is_free else torch.empty_like(value)
-        retired.append((value, trackers))
-        return copy.copy_(value)
 
 
 @dataclass
@@ -75,7 +51,7 @@ class KeyState:
             the merged gradient's elements, which is 0 for none. None before the first of them.
         has_previous: True if `gradient` holds the previous value of the parameter.
         loaded: True once the initial value has arrived.
-        retired: Memory of former values, shared by the keys of a server.
+        spare: Memory for copies, shared by the keys of a server.
     """
 
     key: Key
@@ -96,18 +72,18 @@ class KeyState:
     clipping: tuple[bool, float] | None = None
     has_previous: bool = False
     loaded: bool = False
-    retired: RetiredValues = field(default_factory=RetiredValues)
+    spare: SpareTensors = field(default_factory=SpareTensors)
     _checksum: int | None = None
     _sent: list[zmq.MessageTracker] = field(default_factory=list)
 
     @classmethod
-    def new(cls, key: Key, workers: int, retired: RetiredValues | None = None) -> KeyState:
+    def new(cls, key: Key, workers: int, spare: SpareTensors | None = None) -> KeyState:
         """Return the state of a key without a value.
 
         Args:
             key: The key.
             workers: Number of workers.
-            retired: Memory of former values of all keys; None for one of its own.
+            spare: Memory for copies of all keys; None for one of its own.
 
         Raises:
             ProtocolError: If the key's description contradicts itself.
@@ -133,7 +109,7 @@ class KeyState:
             gradient=gradient,
             applied=[0] * workers,
             durable=[0] * workers,
-            retired=retired or RetiredValues(),
+            spare=SpareTensors() if spare is None else spare,
         )
 
     def payload(self) -> NDArray[np.uint8]:
@@ -163,7 +139,9 @@ class KeyState:
         """Move the value to other memory if ZeroMQ may still send the old one."""
         self._checksum = None
         if any(not tracker.done for tracker in self._sent):
-            self.parameter.data = self.retired.replace(self.parameter.data, self._sent)
+            former = self.parameter.data
+            self.parameter.data = self.spare.copy(former)
+            self.spare.keep(former, self._sent)
         self._sent = []
 
     @property

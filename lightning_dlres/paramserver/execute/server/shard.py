@@ -25,12 +25,9 @@ from lightning_dlres.paramserver.execute.server.consistency import (
     UnequalClippingError,
 )
 from lightning_dlres.paramserver.execute.server.job_workers import JobWorkerRecord, JobWorkers
-from lightning_dlres.paramserver.execute.server.key_state import (
-    KeyState,
-    RetiredValues,
-    as_tensor,
-)
+from lightning_dlres.paramserver.execute.server.key_state import KeyState, as_tensor
 from lightning_dlres.paramserver.execute.server.optimizers import ServerOptimizers
+from lightning_dlres.paramserver.execute.server.spare_tensors import SpareTensors
 from lightning_dlres.paramserver.gradient_codecs import codec_of, job_codec
 
 # Largest job that a server accepts.
@@ -76,8 +73,9 @@ class Shard:
         self.setup, self.is_started, self._is_persistent = setup, False, is_persistent
         self.failure = ""
         self.members = JobWorkers(setup.workers, setup.worker_deadline, records, now)
-        retired = RetiredValues()
-        self.states = {key.index: KeyState.new(key, setup.workers, retired) for key in setup.keys}
+        nbytes = sum(key.nbytes for key in setup.keys)
+        spare = SpareTensors(nbytes)
+        self.states = {key.index: KeyState.new(key, setup.workers, spare) for key in setup.keys}
         parameters = [self.states[key.index].parameter for key in setup.keys]
         self._optimizers = ServerOptimizers(setup.optimizers, setup.keys, parameters)
         try:
@@ -90,7 +88,6 @@ class Shard:
         self._consistency: Synchronous | Asynchronous
         self._pushes_per_step = 1 if setup.consistency == BSP else setup.workers
         if setup.consistency == BSP:
-            nbytes = sum(key.nbytes for key in setup.keys)
             pending = max(_LEAST_PENDING_BYTES, nbytes // _PENDING_DIVISOR)
             self._consistency = Synchronous(self.members, self._update, pending)
         else:
