@@ -12,7 +12,7 @@ from lightning_dlres.core.errors import ConfigError, PeerError
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
 from lightning_dlres.paramserver.execute.worker import joining
-from lightning_dlres.paramserver.execute.worker.link import ServerLink
+from lightning_dlres.paramserver.execute.worker.connection.link import ServerLink
 from tests.support.parameter_jobs import new_worker
 from tests.support.waiting import wait_until
 
@@ -37,7 +37,7 @@ def test_a_job_without_values_leaves_no_snapshot(stack: ExitStack, tmp_path: Pat
     port = int(server.address.rpartition(":")[2])
     server.close()
     with ParameterServer(port=port, snapshot=tmp_path, snapshot_every=3600.0) as restarted:
-        assert restarted._shard is None
+        assert restarted._job is None
 
 
 def test_loading_one_server_may_take_longer_than_the_deadline_at_another(
@@ -47,8 +47,8 @@ def test_loading_one_server_may_take_longer_than_the_deadline_at_another(
     load = joining.Joining._load
 
     def heard() -> float | None:
-        shard = servers[1]._shard
-        return None if shard is None else shard.members.by_index[0].last_heard
+        job = servers[1]._job
+        return None if job is None else job.shard.members.by_index[0].last_heard
 
     def slow_load(self: Any, link: ServerLink, states: Any) -> None:
         before = heard()
@@ -109,8 +109,8 @@ def test_a_worker_leaves_although_answers_are_missing(
         # The server does not have this push, so it does not answer.
         link.request(protocol.STATE, worker.session.exchange.content_request(key, 5, ()))
     worker.session.leave()
-    assert server._shard is not None
-    assert server._shard.members.have_left()
+    assert server._job is not None
+    assert server._job.shard.members.have_left()
 
 
 def test_states_after_a_push_or_a_failure_need_no_other_workers(stack: ExitStack) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_dlres.paramserver import protocol
-from lightning_dlres.paramserver.execute.worker.pending_request import (
+from lightning_dlres.paramserver.execute.worker.connection.pending_request import (
     PendingRequest,
     PendingRequests,
 )

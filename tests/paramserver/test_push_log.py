@@ -14,7 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.paramserver.execute.worker.push_log import NOT_COMMITTED, LogEntry, PushLog
+from lightning_dlres.paramserver.execute.worker.state.push_log import (
+    NOT_COMMITTED,
+    LogEntry,
+    PushLog,
+)
 from tests.support.examples import randoms
 
 CAPACITY = 16 << 10

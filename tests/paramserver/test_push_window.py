@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_dlres.paramserver.execute.worker.push_lead import PushLead
-from lightning_dlres.paramserver.execute.worker.push_log import LogEntry
-from lightning_dlres.paramserver.execute.worker.push_window import PushWindow
+from lightning_dlres.paramserver.execute.worker.connection.push_window import PushWindow
+from lightning_dlres.paramserver.execute.worker.state.push_lead import PushLead
+from lightning_dlres.paramserver.execute.worker.state.push_log import LogEntry
 
 MIB = 1 << 20
 KEY = MIB

@@ -17,8 +17,8 @@ from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.optimizers import optimizer_name
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
 from lightning_dlres.paramserver.execute.worker.job import Job
-from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
+from lightning_dlres.paramserver.execute.worker.state.parameters import KeyedParameters
 from tests.support.chaos_proxy import Chaos, ChaosProxy
 from tests.support.parameter_jobs import new_worker
 from tests.support.paramserver_training import adamw, model_keys
@@ -305,7 +305,7 @@ def test_a_server_may_restart_while_many_states_are_fetched(
 
     def number_open() -> int:
         with worker.session.exchange.lock:
-            return len(list(link._requests))
+            return len(list(link._outbox.requests))
 
     wait_until(lambda: number_open() >= 8, "requests are open", DEADLINE)
     port = int(server.address.rpartition(":")[2])

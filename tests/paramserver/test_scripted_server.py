@@ -16,8 +16,8 @@ from lightning_dlres.core.wire.message import Message
 from lightning_dlres.core.wire.server import Server
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.worker.job import Job
-from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
+from lightning_dlres.paramserver.execute.worker.state.parameters import KeyedParameters
 from tests.support.paramserver_training import adamw, model_keys
 
 TIMEOUT = 30.0

@@ -16,7 +16,7 @@ from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.job_workers import JobWorkers
 from lightning_dlres.paramserver.execute.server.key_state import KeyState
 from lightning_dlres.paramserver.execute.server.values import ValueQueue
-from lightning_dlres.paramserver.execute.worker.link import ServerLink
+from lightning_dlres.paramserver.execute.worker.connection.worker_outbox import WorkerOutbox
 from lightning_dlres.paramserver.plan.keys import ParameterInfo, make_keys
 
 
@@ -76,8 +76,8 @@ def test_a_worker_asks_for_a_value_only_when_no_other_arrives(
         link = session._links[0]
         # Its thread has ended, so the test alone asks.
         link.close()
-        monkeypatch.setattr(ServerLink, "_send_details", lambda self, kind, *_: asked.append(kind))
-        monkeypatch.setattr(ServerLink, "_may_send", lambda _: True)
+        monkeypatch.setattr(WorkerOutbox, "send_now", lambda self, kind, _: asked.append(kind))
+        monkeypatch.setattr(WorkerOutbox, "is_open", True)
         session.exchange.expect(0, 1, is_queued=False)
         later = time.monotonic() + 100.0
         link._last_progress = later - 0.5

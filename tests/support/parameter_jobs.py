@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from benchmarks.support.parameter_server.jobs import float32_keys, setup_of
 from lightning_dlres.paramserver.execute.worker.job import Job
-from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
+from lightning_dlres.paramserver.execute.worker.state.parameters import KeyedParameters
 from lightning_dlres.paramserver.plan.keys import Key
 
 # Largest number of bytes of a key: small, so that small models have several.

@@ -24,8 +24,8 @@ from lightning_dlres.core.wire.endpoint import Client
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
 from lightning_dlres.paramserver.execute.worker.job import Job
-from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession, norm_scale
+from lightning_dlres.paramserver.execute.worker.state.parameters import KeyedParameters
 from lightning_dlres.paramserver.plan.keys import Key
 
 # Samples of a step, which the workers share.

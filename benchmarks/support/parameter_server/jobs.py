@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_dlres.paramserver.execute.server.optimizers import optimizer_name, wire_options
 from lightning_dlres.paramserver.execute.worker.job import Job
-from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
+from lightning_dlres.paramserver.execute.worker.state.parameters import KeyedParameters
 from lightning_dlres.paramserver.plan.keys import Key, ParameterInfo, make_keys
 from lightning_dlres.paramserver.protocol import OptimizerSetup
 

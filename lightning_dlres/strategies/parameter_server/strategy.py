@@ -25,8 +25,8 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.paramserver.execute.server.consistency import BSP
-from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.session import WorkerSession
+from lightning_dlres.paramserver.execute.worker.state.parameters import KeyedParameters
 from lightning_dlres.paramserver.report.server_report import ServerReport
 from lightning_dlres.paramserver.setup.config import EMBEDDED, ParameterServerConfig
 from lightning_dlres.paramserver.setup.initial_values import broadcast_from_rank_0

@@ -14,7 +14,7 @@ import torch
 from lightning_dlres.core.wire.endpoint import Client
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
-from lightning_dlres.paramserver.execute.worker.push_window import PushWindow
+from lightning_dlres.paramserver.execute.worker.connection.push_window import PushWindow
 from tests.support.parameter_jobs import TOKEN, Worker, new_worker
 from tests.support.waiting import wait_until
 
@@ -43,7 +43,7 @@ def two_workers(stack: ExitStack, server: ParameterServer) -> list[Worker]:
 
 
 def listeners(server: ParameterServer) -> set[int]:
-    return set() if server._notices is None else set(server._notices._listeners)
+    return set() if server._job is None else set(server._job.notices._listeners)
 
 
 def window_of(worker: Worker) -> PushWindow:
@@ -109,7 +109,7 @@ def test_a_wrong_notice_changes_nothing(stack: ExitStack, monkeypatch: pytest.Mo
 def test_nobody_else_hears_notices(stack: ExitStack, case: str) -> None:
     server = stack.enter_context(ParameterServer())
     worker = two_workers(stack, server)[0]
-    names = dict(server._notices._listeners) if server._notices is not None else {}
+    names = dict(server._job.notices._listeners) if server._job is not None else {}
     incarnation = worker.session.exchange.incarnation
     request: dict[str, Any] = {"job": TOKEN, "worker": 0, "incarnation": incarnation}
     request |= {
@@ -125,6 +125,6 @@ def test_nobody_else_hears_notices(stack: ExitStack, case: str) -> None:
     # The server answers requests in order; these ones get no answer.
     client.send(protocol.STATUS)
     assert client.expect(_SECONDS, "the status").kind == protocol.STATUS
-    assert server._notices is not None
-    assert server._notices._listeners == names
+    assert server._job is not None
+    assert server._job.notices._listeners == names
     assert server.refused == (case in ("name", "worker"))

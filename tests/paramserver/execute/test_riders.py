@@ -25,9 +25,9 @@ from lightning_dlres.paramserver.execute.riders import (
     rider,
 )
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
-from lightning_dlres.paramserver.execute.worker.link import ServerLink
-from lightning_dlres.paramserver.execute.worker.push_log import LogEntry
-from lightning_dlres.paramserver.execute.worker.push_window import PushQueue
+from lightning_dlres.paramserver.execute.worker.connection.link import ServerLink
+from lightning_dlres.paramserver.execute.worker.connection.push_window import PushQueue
+from lightning_dlres.paramserver.execute.worker.state.push_log import LogEntry
 from tests.support.parameter_jobs import TOKEN, Worker, new_worker
 
 LARGE = 32 << 10

@@ -20,11 +20,11 @@ from lightning_dlres.core.errors import PeerError
 from lightning_dlres.core.wire.message import Message
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.consistency import BSP
-from lightning_dlres.paramserver.execute.worker.exchange import Exchange
+from lightning_dlres.paramserver.execute.worker.connection.link import ServerLink
+from lightning_dlres.paramserver.execute.worker.connection.pending_request import PendingRequest
 from lightning_dlres.paramserver.execute.worker.job import Job
-from lightning_dlres.paramserver.execute.worker.link import ServerLink
-from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
-from lightning_dlres.paramserver.execute.worker.pending_request import PendingRequest
+from lightning_dlres.paramserver.execute.worker.state.exchange import Exchange
+from lightning_dlres.paramserver.execute.worker.state.parameters import KeyedParameters
 from lightning_dlres.paramserver.execute.worker.waits import ServerWaits
 
 # Workers of another job may end for this time after this job has begun, in seconds. After that, the

@@ -23,14 +23,14 @@ from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.core.wire.message import Message
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.consistency import BSP
-from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
+from lightning_dlres.paramserver.execute.worker.connection.link import ServerLink
+from lightning_dlres.paramserver.execute.worker.connection.pending_request import PendingRequest
 from lightning_dlres.paramserver.execute.worker.job import Job
 from lightning_dlres.paramserver.execute.worker.joining import Joining
-from lightning_dlres.paramserver.execute.worker.link import ServerLink
-from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters, part_of
-from lightning_dlres.paramserver.execute.worker.pending_request import PendingRequest
 from lightning_dlres.paramserver.execute.worker.push_codecs import PushCodecs, SavedPushes
-from lightning_dlres.paramserver.execute.worker.push_log import PushLog
+from lightning_dlres.paramserver.execute.worker.state.exchange import Exchange, KeyExchange
+from lightning_dlres.paramserver.execute.worker.state.parameters import KeyedParameters, part_of
+from lightning_dlres.paramserver.execute.worker.state.push_log import PushLog
 from lightning_dlres.paramserver.execute.worker.waits import ServerWaits
 from lightning_dlres.paramserver.plan.keys import Key
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from lightning_dlres.core.errors import PeerError, PeerTimeoutError
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.core.wire.message import Message
-from lightning_dlres.paramserver.execute.worker.exchange import Exchange
-from lightning_dlres.paramserver.execute.worker.link import ServerLink
-from lightning_dlres.paramserver.execute.worker.pending_request import PendingRequest
+from lightning_dlres.paramserver.execute.worker.connection.link import ServerLink
+from lightning_dlres.paramserver.execute.worker.connection.pending_request import PendingRequest
+from lightning_dlres.paramserver.execute.worker.state.exchange import Exchange
 
 _POLL_SECONDS = 0.2
 

@@ -16,9 +16,9 @@ import torch
 
 from lightning_dlres.core.errors import PeerError
 from lightning_dlres.paramserver import protocol
-from lightning_dlres.paramserver.execute.worker.parameters import KeyedParameters
-from lightning_dlres.paramserver.execute.worker.push_lead import PushLead
-from lightning_dlres.paramserver.execute.worker.push_log import PushLog
+from lightning_dlres.paramserver.execute.worker.state.parameters import KeyedParameters
+from lightning_dlres.paramserver.execute.worker.state.push_lead import PushLead
+from lightning_dlres.paramserver.execute.worker.state.push_log import PushLog
 from lightning_dlres.paramserver.plan.keys import Key
 
 

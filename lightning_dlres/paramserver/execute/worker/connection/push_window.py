@@ -20,8 +20,8 @@ from collections.abc import Callable
 import zmq
 
 from lightning_dlres.paramserver.execute.riders import MessageRoom
-from lightning_dlres.paramserver.execute.worker.push_lead import PushLead
-from lightning_dlres.paramserver.execute.worker.push_log import LogEntry
+from lightning_dlres.paramserver.execute.worker.state.push_lead import PushLead
+from lightning_dlres.paramserver.execute.worker.state.push_log import LogEntry
 
 # Bytes of pushes that ZeroMQ holds at a time. With more, workers that push at different times would
 # send their keys in different orders.

@@ -12,7 +12,7 @@ import msgspec
 from lightning_dlres.core.wire.endpoint import Client
 from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.paramserver import protocol
-from lightning_dlres.paramserver.execute.worker.exchange import Exchange
+from lightning_dlres.paramserver.execute.worker.state.exchange import Exchange
 
 # Largest frame of a notice in bytes.
 _FRAME_BYTES = 4096

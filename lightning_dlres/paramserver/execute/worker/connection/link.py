@@ -7,11 +7,9 @@ for, or asks for pushes that it lacks.
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
-from collections import deque
 
 import msgspec
 
@@ -20,17 +18,19 @@ from lightning_dlres.core.wire.endpoint import Client
 from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.core.wire.message import Buffer, Message
 from lightning_dlres.paramserver import protocol
-from lightning_dlres.paramserver.execute.riders import push_details, values_with_riders
-from lightning_dlres.paramserver.execute.sending_waits import SendingWait
-from lightning_dlres.paramserver.execute.worker.exchange import Exchange, KeyExchange
-from lightning_dlres.paramserver.execute.worker.merge_listener import MergeListener
-from lightning_dlres.paramserver.execute.worker.pending_request import (
+from lightning_dlres.paramserver.execute.riders import values_with_riders
+from lightning_dlres.paramserver.execute.worker.connection.merge_listener import MergeListener
+from lightning_dlres.paramserver.execute.worker.connection.pending_request import (
     PendingRequest,
-    PendingRequests,
     backoff,
 )
-from lightning_dlres.paramserver.execute.worker.push_log import NOT_COMMITTED, LogEntry
-from lightning_dlres.paramserver.execute.worker.push_window import PushQueue, PushWindow
+from lightning_dlres.paramserver.execute.worker.connection.push_window import PushWindow
+from lightning_dlres.paramserver.execute.worker.connection.worker_outbox import (
+    FIRST_SEQUENCE,
+    WorkerOutbox,
+)
+from lightning_dlres.paramserver.execute.worker.state.exchange import Exchange, KeyExchange
+from lightning_dlres.paramserver.execute.worker.state.push_log import NOT_COMMITTED, LogEntry
 
 # Longest wait for a message in seconds, unless messages are sent again earlier.
 _IDLE_SECONDS = 0.25
@@ -41,8 +41,6 @@ _MAX_QUERIES = 32
 _MAX_UNANSWERABLE = 20
 # Longest text of a server in an error, in bytes, and the most workers that an error names.
 _MAX_TEXT, _MAX_NAMED = 2000, 8
-# Requests have larger sequence numbers than pushes, whose numbers ZeroMQ's client gives.
-_FIRST_SEQUENCE = 1 << 32
 
 
 class ServerLink:
@@ -93,17 +91,13 @@ class ServerLink:
             address, f"server {index}", exchange, self._client, curve=curve, server_key=server_key
         )
         self._keys = [one for one in exchange.keys if one.key.server == index]
-        self._pushes = PushQueue()
         self._window = PushWindow(
             is_synchronous=exchange.is_synchronous,
             lead=exchange.lead,
             server=index,
             wake=self._client.interrupt,
         )
-        self._wait = SendingWait()
-        self._requests = PendingRequests()
-        self._posts: deque[tuple[str, bytes, bytes]] = deque()
-        self._sequences = itertools.count(_FIRST_SEQUENCE)
+        self._outbox = WorkerOutbox(self._client, exchange, self._window, retry_seconds)
         self._next_query = self._next_ping = 0.0
         # Random number of the server's process; None before its first message.
         self._boot: int | None = None
@@ -115,21 +109,21 @@ class ServerLink:
 
     def push(self, entry: LogEntry) -> None:
         """Send a push; the caller holds the exchange's lock."""
-        self._pushes.add(entry)
+        self._outbox.add_push(entry)
         self._client.interrupt()
 
     def request(self, kind: str, details: msgspec.Struct, payload: Buffer = b"") -> PendingRequest:
         """Send a request until it is answered; its answer comes later."""
-        pending = PendingRequest(kind, msgspec.msgpack.encode(details), payload)
+        encoded = msgspec.msgpack.encode(details)
         with self._exchange.lock:
-            self._requests.add(next(self._sequences), pending)
+            pending = self._outbox.add_request(kind, encoded, payload)
         self._client.interrupt()
         return pending
 
     def post(self, kind: str, details: msgspec.Struct, payload: bytes = b"") -> None:
         """Send a message once, which has no answer of its own."""
         with self._exchange.lock:
-            self._posts.append((kind, msgspec.msgpack.encode(details), payload))
+            self._outbox.add_note(kind, msgspec.msgpack.encode(details), payload)
         self._client.interrupt()
 
     def post_commit(self, numbers: list[tuple[int, int]], scale: float) -> None:
@@ -164,16 +158,8 @@ class ServerLink:
     def _turn(self) -> None:
         """Send what is due, and handle the next message."""
         with self._exchange.lock:
-            self._send_pushes()
-            if self._requests:
-                self._send_requests(time.monotonic())
-            while self._posts and self._may_send():
-                kind, details, payload = self._posts.popleft()
-                self._client.send(kind, payload, details=details)
-            idle = min(_IDLE_SECONDS, self._retry_seconds / 4)
-            if self._pushes:
-                wait = self._window.wait(time.monotonic(), self._pushes.first.position)
-                idle = min(idle, wait or self._wait.seconds)
+            self._outbox.send(self._last_answer)
+            idle = self._outbox.idle_seconds(min(_IDLE_SECONDS, self._retry_seconds / 4))
         message = self._client.receive(idle)
         with self._exchange.lock:
             now = time.monotonic()
@@ -191,7 +177,7 @@ class ServerLink:
 
     def _reconnect_if_silent(self, now: float) -> None:
         is_silent = now - max(self.last_heard, self._connected) > self._silence_seconds
-        if is_silent and (self.pings or self._requests):
+        if is_silent and (self.pings or self._outbox.requests):
             self._connected = now
             self._client.reconnect()
             self._listener.reconnect()
@@ -201,59 +187,6 @@ class ServerLink:
         for notice in self._listener.heard():
             if notice.number >= self._own(notice.key).number:
                 self._window.merged(notice.key, now)
-
-    def _may_send(self) -> bool:
-        """Return True if a message can be sent at once.
-
-        ZeroMQ's queue is full when a server has been away for long. A send would then hold up the
-        training thread, and fail before the deadline of its wait.
-        """
-        return self._client.is_writable
-
-    def _send_pushes(self) -> None:
-        has_moved = self._window.collect()
-        while self._pushes and self._may_send():
-            if self._window.is_full(time.monotonic(), self._pushes.first.position):
-                break
-            has_moved = True
-            self._send_push(self._pushes.pop(), time.monotonic())
-        self._wait.note(has_moved=has_moved)
-
-    def _send_push(self, entries: list[LogEntry], now: float) -> None:
-        """Send pushes in one message: the payload of the largest one has a frame of its own."""
-        keys = self._exchange.keys
-        awaited = [
-            e for e in entries if keys[e.key].is_awaited and keys[e.key].expected == e.number
-        ]
-        for entry in awaited:
-            keys[entry.key].is_queued, keys[entry.key].touched = False, now
-        entries = [entry for entry in entries if not entry.is_durable]
-        if not entries:
-            return
-        largest = max(entries, key=lambda entry: len(entry.payload))
-        riders = [(one.details, one.payload) for one in entries if one is not largest]
-        tracker = self._client.send_tracked(
-            protocol.PUSH,
-            largest.payload,
-            details=push_details(largest.details, riders, self._exchange.incarnation),
-            payload_checksum=largest.payload_checksum(),
-        )
-        largest.trackers = [one for one in largest.trackers if not one.done]
-        largest.trackers.append(tracker)
-        for entry in entries:
-            self._window.sent(entry, tracker, now, is_awaited=entry in awaited)
-            self._exchange.pushed_bytes += len(entry.payload)
-
-    def _send_requests(self, now: float) -> None:
-        for sequence, pending in self._requests:
-            is_due = pending.is_due(now, self._retry_seconds, self._last_answer)
-            if is_due and self._may_send():
-                pending.sent, pending.tries = now, pending.tries + 1
-                # The payload may change once the request is answered.
-                copy = bytes(pending.payload)
-                pending.tracker = self._client.send_tracked(
-                    pending.kind, copy, sequence=sequence, details=pending.details
-                )
 
     def _query(self, now: float) -> None:
         """Ask for values that have been awaited for long.
@@ -267,10 +200,10 @@ class ServerLink:
                 continue
             wait = backoff(self._retry_seconds, one.queries)
             is_early = now - max(one.touched, self._last_progress) < wait
-            if is_early or not self._may_send():
+            if is_early or not self._outbox.is_open:
                 continue
             one.touched, one.queries = now, one.queries + 1
-            self._send_details(
+            self._outbox.send_now(
                 protocol.PULL,
                 self._exchange.key_request(
                     one.key.index, one.number if one.is_unconfirmed else one.expected
@@ -281,12 +214,9 @@ class ServerLink:
                 return
 
     def _send_ping(self) -> None:
-        if self.pings and self._may_send():
-            self._send_details(protocol.PING, self._exchange.request())
+        if self.pings and self._outbox.is_open:
+            self._outbox.send_now(protocol.PING, self._exchange.request())
             self._listener.listen()
-
-    def _send_details(self, kind: str, details: msgspec.Struct, payload: bytes = b"") -> None:
-        self._client.send(kind, payload, details=msgspec.msgpack.encode(details))
 
     def _handle(self, message: Message, now: float) -> None:
         kind = message.kind
@@ -306,12 +236,12 @@ class ServerLink:
             self._handle_answer(message)
 
     def _handle_answer(self, message: Message) -> None:
-        pending = self._requests.get(message.sequence)
+        pending = self._outbox.requests.get(message.sequence)
         if pending is None:
             if message.kind == protocol.ALIVE:
                 self._note_boot(message.decode(int))
                 return
-            if message.sequence >= _FIRST_SEQUENCE:
+            if message.sequence >= FIRST_SEQUENCE:
                 # The answer to a request that was sent twice.
                 return
             if message.kind == protocol.UNKNOWN_JOB:
@@ -326,7 +256,7 @@ class ServerLink:
         if is_unknown and pending.kind == protocol.HELLO and self._exchange.worker > 0:
             # Worker 0 has not described the job yet: ask again later.
             return
-        self._requests.remove(message.sequence)
+        self._outbox.requests.remove(message.sequence)
         if pending.tries == 1:
             self._window.note_round_trip(time.monotonic() - pending.sent)
         if message.kind == protocol.FAILED:
@@ -350,8 +280,7 @@ class ServerLink:
         is_new, self._boot = self._boot not in (None, boot), boot
         if is_new:
             details = msgspec.msgpack.encode(self._exchange.request())
-            self._version_request = PendingRequest(protocol.VERSIONS, details)
-            self._requests.add(next(self._sequences), self._version_request)
+            self._version_request = self._outbox.add_request(protocol.VERSIONS, details)
 
     def _confirm(self, versions: list[protocol.KeyVersion]) -> None:
         for version in versions:

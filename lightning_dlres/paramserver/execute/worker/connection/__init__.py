@@ -1,0 +1,1 @@
+"""Connection of a worker to one server."""
