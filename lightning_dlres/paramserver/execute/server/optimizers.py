@@ -199,7 +199,11 @@ class ServerOptimizers:
         Raises:
             ProtocolError: If the optimizer fails; the parameter is then in any state.
         """
-        self._step(self._of(key), key, parameter, options, pushes_per_step)
+        optimizer = self._of(key)
+        if not _is_of_torch(type(optimizer)) and parameter.grad is not None:
+            # A class of the user's own may keep the gradient, and its memory is used again.
+            parameter.grad = parameter.grad.clone()
+        self._step(optimizer, key, parameter, options, pushes_per_step)
 
     def state(self, key: Key, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the state of a key: tensors and numbers by name; empty before the first update."""

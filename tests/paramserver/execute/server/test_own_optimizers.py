@@ -19,7 +19,7 @@ from lightning_dlres.paramserver.execute.server.optimizers import (
     wire_options,
 )
 from lightning_dlres.paramserver.protocol import OptimizerSetup
-from tests.support.paramserver_shards import small_keys
+from tests.support.paramserver_shards import make_setup, push_of, small_keys, started_shard
 
 
 class OwnRate(float):
@@ -148,3 +148,30 @@ def test_arguments_without_defaults_are_named() -> None:
 
     with pytest.raises(ProtocolError, match="Give its other arguments defaults"):
         servers_of(NeedsRate, {"lr": 1.0})
+
+
+@register_server_optimizer
+class LastGradientOptimizer(_Own):
+    """Optimizer that moves by the gradient and that of the step before, which it keeps uncopied."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                last = state.get("last", torch.zeros_like(gradient))
+                state["last"] = gradient
+                with torch.no_grad():
+                    parameter.sub_(gradient + last, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_an_optimizer_may_keep_the_gradient(consistency: str) -> None:
+    keys = small_keys([3, 3, 3])
+    setup = make_setup(keys, 1, consistency=consistency, optimizer=LastGradientOptimizer)
+    shard = started_shard(setup)
+    for number in range(1, 5):
+        for key in keys:
+            shard.push(*push_of(key, 0, number, 10.0 ** (number + key.index)))
+    for key in keys:
+        moved = sum(10.0 ** (number + key.index) for number in (1, 1, 2, 2, 3, 3, 4))
+        assert torch.equal(shard.states[key.index].parameter, torch.full((3,), -moved))
