@@ -1,4 +1,4 @@
-"""Over a slow link, values are neither sent twice nor asked for while others arrive."""
+"""Values and pushes are not sent twice without need, and small messages do not wait behind them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from benchmarks.support.parameter_server.thread_job import ThreadJob, open_servers
+from lightning_dlres.core.wire.message import Message
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.job_workers import JobWorkers
 from lightning_dlres.paramserver.execute.server.key_state import KeyState
@@ -86,3 +88,56 @@ def test_a_worker_asks_for_a_value_only_when_no_other_arrives(
         link._last_progress = -math.inf
         link._query(later)
         assert asked == [protocol.PULL]
+
+
+def test_pushes_are_sent_again_one_after_the_other() -> None:
+    """A restarted server refuses all but the next one, and asks again with each refusal."""
+    parameters = {"p": torch.zeros(4)}
+    with open_servers(1) as servers:
+        job = ThreadJob(servers, 1, consistency="bsp")
+        session = job.join(0, parameters, torch.optim.SGD(parameters.values(), lr=0.1))
+        link, (one,) = session._links[0], session.exchange.keys
+        # Its thread has ended, so the test alone receives, and nothing is sent.
+        link.close()
+        for _ in range(5):
+            session.push(0, torch.ones(4), b"")
+        sent = link._outbox._pushes
+        assert [sent.pop()[0].number for _ in range(5)] == [1, 2, 3, 4, 5]
+
+        def numbers_after(kind: str, number: int) -> list[int]:
+            reply = protocol.KeyReply(key=0, number=number)
+            payload = bytes(16) if kind == protocol.VALUE else b""
+            details = msgspec.msgpack.encode(reply)
+            message = Message(kind, 0, payload, "server 0", 0, details)
+            with session.exchange.lock:
+                link._handle(message, time.monotonic())
+            return [sent.pop()[0].number for _ in range(len(sent._places))]
+
+        # Refusals of the pushes 3, 4 and 5.
+        assert [numbers_after(protocol.BEHIND, 1) for _ in range(3)] == [[2], [2], [2]]
+        assert numbers_after(protocol.VALUE, 1) == []
+        assert numbers_after(protocol.WAITING, 2) == []
+        assert numbers_after(protocol.VALUE, 2) == [3]
+        assert numbers_after(protocol.VALUE, 2) == []
+        assert numbers_after(protocol.VALUE, 4) == [5]
+        assert numbers_after(protocol.VALUE, 5) == []
+        assert one.value_number == 5
+        assert numbers_after(protocol.VALUE, 4) == []
+
+
+def test_a_commit_leaves_before_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pushes that wait for a commit would otherwise fill ZeroMQ's queue again and again."""
+    parameters = {"p": torch.zeros(4)}
+    sent: list[str] = []
+    with open_servers(1) as servers:
+        job = ThreadJob(servers, 1, consistency="bsp")
+        session = job.join(0, parameters, torch.optim.SGD(parameters.values(), lr=0.1))
+        link = session._links[0]
+        link.close()
+        session.push(0, torch.ones(4), b"", is_held=True)
+        link.post_commit([(0, 1)], 1.0)
+        # ZeroMQ's queue has room for one message.
+        monkeypatch.setattr(WorkerOutbox, "is_open", property(lambda _: not sent))
+        monkeypatch.setattr(link._client, "send", lambda kind, *_, **__: sent.append(kind))
+        link._outbox.send(0.0)
+        assert sent == [protocol.COMMIT]

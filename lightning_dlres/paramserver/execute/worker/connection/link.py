@@ -302,10 +302,13 @@ class ServerLink:
         if message.kind == protocol.MERGED:
             self._take_merged(one, reply)
         elif message.kind == protocol.WAITING:
-            if reply.number == one.expected:
+            if reply.number in (one.expected, one.replayed):
                 one.waiting_for = tuple(reply.workers[:_MAX_NAMED])
+            if not self._exchange.is_synchronous:
+                # The push is applied, and only its value is withheld.
+                self._go_on_replaying(one, reply.number)
         else:
-            self._resend(one, reply.number)
+            self._replay(one, reply.number)
 
     def versions(self, message: Message) -> list[protocol.KeyVersion]:
         """Return the versions of this server's keys in a message.
@@ -332,6 +335,7 @@ class ServerLink:
         one = self._own(reply.key)
         self._exchange.log.note_durable(reply.key, reply.durable)
         one.is_unconfirmed = one.is_unconfirmed and reply.number < one.number
+        self._go_on_replaying(one, reply.number)
         if not one.is_awaited or reply.number < one.expected:
             return
         if len(payload) != one.key.nbytes:
@@ -363,17 +367,29 @@ class ServerLink:
         self._last_progress = time.monotonic()
         self._window.answered(key, self._last_progress)
 
-    def _resend(self, one: KeyExchange, number: int) -> None:
-        """Send the pushes of a key after a number again."""
+    def _go_on_replaying(self, one: KeyExchange, number: int) -> None:
+        """Send the next push again, if the server has the last one that was sent again."""
+        if 0 <= one.replayed <= number:
+            self._exchange.progress = self._last_progress = time.monotonic()
+            self._replay(one, number)
+
+    def _replay(self, one: KeyExchange, number: int) -> None:
+        """Send the push of a key after a number again; later ones follow when the server has it.
+
+        It would refuse later ones until then, and ask for all of them again with each refusal.
+        """
         number = self._exchange.owed_after(one.key.index, number)
         if number >= one.number:
+            one.replayed = -1
             return
-        if self._exchange.log.get(one.key.index, number + 1) is None:
+        entry = self._exchange.log.get(one.key.index, number + 1)
+        if entry is None:
             one.unanswerable += 1
             if one.unanswerable > _MAX_UNANSWERABLE:
                 raise PeerLostError(
                     f"{self.name} has lost push {number + 1} of {one.key}, which is not in this "
                     "worker's log any more. Resume from a checkpoint."
                 )
-        for entry in self._exchange.log.after(one.key.index, number):
-            self.push(entry)
+            return
+        one.replayed = number + 1
+        self.push(entry)

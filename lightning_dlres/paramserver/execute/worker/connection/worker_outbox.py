@@ -83,12 +83,13 @@ class WorkerOutbox:
         Args:
             last_answer: Clock at the server's last answer to a request.
         """
-        self._send_pushes()
-        if self.requests:
-            self._send_requests(time.monotonic(), last_answer)
+        # Small messages first: other workers may wait for a commit, or a server for versions.
         while self._notes and self.is_open:
             kind, details, payload = self._notes.popleft()
             self._client.send(kind, payload, details=details)
+        if self.requests:
+            self._send_requests(time.monotonic(), last_answer)
+        self._send_pushes()
 
     def idle_seconds(self, limit: float) -> float:
         """Return the seconds, at most `limit`, after which a push may leave without any answer."""

@@ -41,6 +41,7 @@ class KeyExchange:
         waiting_for: Workers that the server waits for, by its last answer.
         unanswerable: Number of answers that asked for pushes that the log does not have.
         is_unconfirmed: True if a restarted server may lack pushes, and no value is awaited.
+        replayed: Number of the last push that was sent again, while the server lacks pushes; or -1.
     """
 
     key: Key
@@ -57,6 +58,7 @@ class KeyExchange:
     waiting_for: tuple[int, ...] = ()
     unanswerable: int = 0
     is_unconfirmed: bool = False
+    replayed: int = -1
 
     @property
     def is_pending(self) -> bool:
