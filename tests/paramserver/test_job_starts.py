@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -142,3 +144,21 @@ def test_states_after_a_push_or_a_failure_need_no_other_workers(stack: ExitStack
         failures.append(PeerError("worker 1 has failed"))
         assert len(list(worker.session.states(keys))) == len(keys)
         failures.clear()
+
+
+def test_the_memory_of_a_job_is_freed_when_the_next_one_begins(stack: ExitStack) -> None:
+    """Not by the collector of circles, which may wait for many jobs."""
+    server = stack.enter_context(ParameterServer())
+    for token in (b"a" * 16, b"b" * 16):
+        if token == b"b" * 16:
+            assert server._job is not None
+            former = weakref.ref(server._job.shard.states[0].parameter)
+            gc.disable()
+            stack.callback(gc.enable)
+        worker = new_worker([server.address], token=token)
+        stack.callback(worker.session.close)
+        worker.session.start()
+        worker.session.join()
+        worker.step()
+        worker.session.leave()
+    assert former() is None

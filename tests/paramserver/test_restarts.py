@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dlres.core.errors import PeerError, PeerLostError, PeerTimeoutError
+from lightning_dlres.core.errors import ConfigError, PeerError, PeerLostError, PeerTimeoutError
 from lightning_dlres.paramserver import protocol
 from lightning_dlres.paramserver.execute.server.optimizers import optimizer_name
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
@@ -150,6 +150,16 @@ def test_a_worker_that_rejoins_gets_help_from_one_that_waits_for_nothing(
     assert training.versions(1) == {3.0}
 
 
+def test_servers_of_one_port_share_no_directory(stack: ExitStack, tmp_path: Path) -> None:
+    server = stack.enter_context(ParameterServer(snapshot=tmp_path))
+    port = int(server.address.rpartition(":")[2])
+    with pytest.raises(ConfigError, match="which a running server with the same port uses"):
+        ParameterServer(bind="127.0.0.2", port=port, snapshot=tmp_path)
+    server.close()
+    assert list(tmp_path.iterdir()) == []
+    stack.enter_context(ParameterServer(bind="127.0.0.2", port=port, snapshot=tmp_path))
+
+
 def test_a_worker_leaves_only_when_its_pushes_are_safe(stack: ExitStack, tmp_path: Path) -> None:
     training = Training(stack, tmp_path)
     training.step()
@@ -157,7 +167,8 @@ def test_a_worker_leaves_only_when_its_pushes_are_safe(stack: ExitStack, tmp_pat
     training.restart_server()
     assert training.versions(1) == {1.0}
     training.workers[1].leave()
-    assert list((tmp_path / "snapshots").iterdir()) == []
+    files = (tmp_path / "snapshots").iterdir()
+    assert [path for path in files if path.suffix != ".lock"] == []
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
 
 

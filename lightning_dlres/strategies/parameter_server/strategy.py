@@ -29,7 +29,7 @@ from lightning_dlres.paramserver.execute.worker.session import WorkerSession
 from lightning_dlres.paramserver.execute.worker.state.parameters import KeyedParameters
 from lightning_dlres.paramserver.report.server_report import ServerReport
 from lightning_dlres.paramserver.setup.config import EMBEDDED, ParameterServerConfig
-from lightning_dlres.paramserver.setup.initial_values import broadcast_from_rank_0
+from lightning_dlres.paramserver.setup.initial_values import broadcast_from_rank_0, share_model
 from lightning_dlres.paramserver.setup.model_keys import ModelKeys, keys_of
 from lightning_dlres.paramserver.setup.optimizer_states import (
     fill_state,
@@ -222,8 +222,8 @@ class ParameterServerStrategy(ConnectedDDPStrategy):
             rule = "one without a loss scaler for a parameter server"
             raise ConfigError(got_expected("precision", got, rule, fix))
         if self.world_size > 1:
-            for tensor in (*self._module.parameters(), *self._module.buffers()):
-                broadcast_from_rank_0(tensor.detach())
+            assert self._connection is not None
+            share_model(self._module, self._wait_seconds, self._connection.check)
 
     @property
     @override

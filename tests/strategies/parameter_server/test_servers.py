@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zmq
 
 from lightning_dlres.callbacks import ResourceReport
@@ -19,7 +20,7 @@ from lightning_dlres.core.wire import connections
 from lightning_dlres.core.wire.keys import CurveKeys, create_keys, load_keys, load_public_key
 from lightning_dlres.paramserver.execute.server.service import ParameterServer
 from lightning_dlres.strategies.parameter_server import server_hosting
-from tests.strategies.parameter_server.test_training import distance, fit
+from tests.strategies.parameter_server.test_training import Regression, distance, fit
 from tests.support.rank_pool import RankContext, RankFailure, RankPool
 
 MODEL: dict[str, Any] = {"model": {"optimizer": "adamw"}, "ranks": 2}
@@ -96,6 +97,23 @@ def test_a_run_with_too_many_ranks_ends_at_once(pool: RankPool) -> None:
     with pytest.raises(RankFailure, match="workers must be at most 1 for this server, got 2"):
         pool.run(fit_with_few_connections, 2, {"timeout": 300}, **MODEL)
     assert time.monotonic() - start < 60
+
+
+def fit_with_a_buffer_of_each_rank(context: RankContext, *args: Any, **arguments: Any) -> None:
+    """Fit a model whose buffer has another shape on each rank."""
+
+    def make(**model: Any) -> Regression:
+        module = Regression(**model)
+        module.register_buffer("own", torch.zeros(context.rank + 1))
+        return module
+
+    fit(context, *args, **arguments, kind=make)  # type: ignore[arg-type]
+
+
+def test_a_model_that_differs_between_ranks_is_refused(pool: RankPool) -> None:
+    message = r"got own of \(1,\) in torch.float32 on rank 0 and own of \(2,\) in .* on rank 1"
+    with pytest.raises(RankFailure, match=message):
+        pool.run(fit_with_a_buffer_of_each_rank, 2, {"timeout": 300}, **MODEL)
 
 
 class RestartedServer:

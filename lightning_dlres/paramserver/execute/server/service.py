@@ -56,8 +56,8 @@ class ParameterServer:
         address: Address for workers.
 
     Raises:
-        ConfigError: If the address cannot be bound, the snapshot is damaged, or its job has more
-            workers than this process can connect.
+        ConfigError: If the address cannot be bound, the snapshot is damaged or used by another
+            server, or its job has more workers than this process can connect.
     """
 
     def __init__(
@@ -85,6 +85,8 @@ class ParameterServer:
         )
         self.address = self._server.address
         self._boot, self._started = secrets.randbits(62), time.monotonic()
+        # Lock of the snapshot's files.
+        self._held = contextlib.ExitStack()
         # Requests of the job; None without one.
         self._job: JobRequests | None = None
         self._status_answer = StatusAnswer(self.status)
@@ -93,10 +95,11 @@ class ParameterServer:
         if snapshot is not None:
             port = int(self.address.rpartition(":")[2])
             try:
-                files, shard = SnapshotFiles.open(snapshot, port, self._started)
+                files, shard = SnapshotFiles.open(snapshot, port, self._started, self._held)
                 if shard is not None:
                     _require_room(shard.setup.workers, "workers of the snapshot's job")
             except ConfigError:
+                self._held.close()
                 self._server.close()
                 raise
         self._snapshots = SnapshotSchedule(files, seconds, self._server.refusals.note)
@@ -112,6 +115,7 @@ class ParameterServer:
         self._closing.set()
         self._server.interrupt()
         self._thread.join()
+        self._held.close()
         self._server.close()
 
     def __enter__(self) -> ParameterServer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,14 +86,23 @@ class Shard:
         self._codecs: dict[int, GradientCodec | None] = {
             key.index: codec_of(key, codec) for key in setup.keys
         }
+        # A reference to this shard would make a circle, which keeps the parameters of a past job in
+        # memory for long.
+        own_update = weakref.WeakMethod(self._update)
+
+        def update(state: KeyState) -> None:
+            method = own_update()
+            assert method is not None
+            method(state)
+
         self._consistency: Synchronous | Asynchronous
         self._pushes_per_step = 1 if setup.consistency == BSP else setup.workers
         if setup.consistency == BSP:
             pending = max(_LEAST_PENDING_BYTES, nbytes // _PENDING_DIVISOR)
-            self._consistency = Synchronous(self.members, self._update, pending)
+            self._consistency = Synchronous(self.members, update, pending)
         else:
             staleness = setup.staleness if setup.consistency == SSP else None
-            self._consistency = Asynchronous(self.members, self._update, staleness)
+            self._consistency = Asynchronous(self.members, update, staleness)
 
     def state_of(self, index: int) -> KeyState:
         """Return the state of a key.

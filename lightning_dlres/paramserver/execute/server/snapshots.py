@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lightning_dlres.core.arrays import byte_array
 from lightning_dlres.core.errors import ConfigError, ProtocolError
+from lightning_dlres.core.host.locks import locked_if_possible
 from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.paramserver.execute.server.job_workers import JobWorkerRecord
 from lightning_dlres.paramserver.execute.server.key_state import KeyState
@@ -130,19 +131,29 @@ class SnapshotFiles:
         return self.directory / f"server-{self.port}.members"
 
     @classmethod
-    def open(cls, directory: Path, port: int, now: float) -> tuple[SnapshotFiles, Shard | None]:
+    def open(
+        cls, directory: Path, port: int, now: float, held: contextlib.ExitStack
+    ) -> tuple[SnapshotFiles, Shard | None]:
         """Return the files in a directory, which is made if need be, and their shard if any.
 
         Args:
             directory, port: See the class.
             now: Clock in seconds, for the workers' deadlines.
+            held: Stack that holds a lock of the files until it is closed. Servers on several hosts
+                may have the same port, and a directory on shared storage.
 
         Raises:
-            ConfigError: If the directory is not writable, or the snapshot is damaged.
+            ConfigError: If the directory is not writable, the snapshot is damaged, or another
+                server uses it.
         """
         files = cls(directory, port)
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            if not held.enter_context(locked_if_possible(directory / f"server-{port}.lock")):
+                raise ConfigError(
+                    f"snapshot must be a directory of this server's own, got {directory}, which a "
+                    "running server with the same port uses. Give each one a directory."
+                )
             return files, files.load(now)
         except OSError as error:
             raise ConfigError(
